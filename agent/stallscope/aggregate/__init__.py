@@ -1,0 +1,1 @@
+"""State made of frames. Never reads a clock: replaying a recording gives the same state."""

@@ -1,0 +1,1 @@
+"""The privileged part: links probes, drains rings, reads /proc, sends frames."""

@@ -1,0 +1,78 @@
+"""Frames on their way to the aggregator: bounded, never blocking."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from typing import Any
+
+from stallscope.wire.frames import Kind, encode
+
+__all__ = ["Outbox"]
+
+BULK_LIMIT_BYTES = 4 << 20
+HARD_LIMIT_BYTES = 16 << 20
+
+
+class Outbox:
+    """Queue before a non-blocking socket.
+
+    A slow aggregator must not slow capture, and capture must not grow without bound. So the caller asks `bulk_ok` and
+    `vital_ok` before it drains a ring: what stays in the ring is bounded, and what no longer fits there is counted by
+    the kernel side, exactly and in one place.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._socket = sock
+        self._queue: deque[memoryview] = deque()
+        self.queued_bytes = 0
+        self.broken = False
+
+    @property
+    def bulk_ok(self) -> bool:
+        """Whether there is room for frames that may wait in their ring."""
+        return self.queued_bytes < BULK_LIMIT_BYTES
+
+    @property
+    def vital_ok(self) -> bool:
+        """Whether there is room for any frame."""
+        return self.queued_bytes < HARD_LIMIT_BYTES
+
+    def send(self, kind: Kind, body: dict[str, Any]) -> None:
+        """Queue one frame and send what the socket takes now. A dead aggregator sets `broken`; nothing is raised."""
+        if self.broken:
+            return
+        data = encode(kind, body)
+        self._queue.append(memoryview(data))
+        self.queued_bytes += len(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes without waiting."""
+        while self._queue and not self.broken:
+            try:
+                sent = self._socket.send(self._queue[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.broken = True
+                self._queue.clear()
+                return
+            self.queued_bytes -= sent
+            if sent == len(self._queue[0]):
+                self._queue.popleft()
+            else:
+                self._queue[0] = self._queue[0][sent:]
+
+    def close(self, timeout_s: float) -> bool:
+        """Send the rest, waiting at most `timeout_s` for each piece; True when all was sent."""
+        self._socket.settimeout(timeout_s)
+        try:
+            while self._queue and not self.broken:
+                self._socket.sendall(self._queue.popleft())
+        except OSError:
+            self.broken = True
+        self._socket.close()
+        return not self.broken

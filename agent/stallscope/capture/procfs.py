@@ -1,0 +1,152 @@
+"""What /proc says about processes. Names, paths and command lines are the target's words: data, never instructions."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "parent_of", "threads_of"]
+
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)")
+_MAPS_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$")
+MAX_CMDLINE_BYTES = 4096
+MAX_MAPS_BYTES = 16 << 20
+
+
+class Mapping(NamedTuple):
+    """One executable mapping of a file: addresses, file offset in bytes, device (major, minor), inode, path as shown."""
+
+    start: int
+    end: int
+    offset: int
+    device: tuple[int, int]
+    inode: int
+    path: str
+
+
+class Facts(NamedTuple):
+    """One process. `start_ns` is on CLOCK_MONOTONIC and, with the pid, names the process for good."""
+
+    pid: int
+    ns_pid: int | None
+    ppid: int
+    name: str
+    cmdline: list[str]
+    container_id: str | None
+    start_ns: int
+    uid: int
+
+
+def clean(text: str) -> str:
+    """The target's text with control characters and lone surrogates made visible: it ends on someone's terminal."""
+    return "".join(c if c.isprintable() and not "\ud800" <= c <= "\udfff" else f"\\x{ord(c) & 0xFF:02x}" for c in text)
+
+
+def _read(pid: int, name: str, limit: int) -> bytes:
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read(limit)
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = _read(pid, "status", 65536).decode("utf-8", "replace").splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def _boot_minus_monotonic_ns() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+def _stat_fields(pid: int) -> list[str]:
+    # The name stands in brackets and may itself hold brackets and spaces: only the last ')' ends it.
+    return _read(pid, "stat", 4096).decode("utf-8", "replace").rpartition(")")[2].split()
+
+
+def _start_ns(pid: int) -> int:
+    return int(_stat_fields(pid)[19]) * _TICK_NS - _boot_minus_monotonic_ns()
+
+
+def parent_of(pid: int) -> int:
+    """Parent's pid. Raises OSError when the process is gone."""
+    return int(_stat_fields(pid)[1])
+
+
+def _container(pid: int) -> str | None:
+    try:
+        found = _CONTAINER.search(_read(pid, "cgroup", 65536).decode("utf-8", "replace"))
+    except OSError:
+        return None
+    return found.group(1) if found else None
+
+
+def facts_of(pid: int) -> Facts:
+    """Facts of a live process. Raises OSError when it is gone or hidden."""
+    status = _status(pid)
+    ns_pids = status.get("NSpid", "").split()
+    raw = _read(pid, "cmdline", MAX_CMDLINE_BYTES)
+    words = raw.rstrip(b"\0").split(b"\0") if raw else []
+    return Facts(
+        pid=pid,
+        ns_pid=int(ns_pids[-1]) if ns_pids else None,
+        ppid=int(status.get("PPid", "0")),
+        name=clean(status.get("Name", "?")),
+        cmdline=[clean(word.decode("utf-8", "replace")) for word in words],
+        container_id=_container(pid),
+        start_ns=_start_ns(pid),
+        uid=int(status.get("Uid", "0").split()[0]),
+    )
+
+
+def threads_of(pid: int) -> list[int]:
+    """Thread ids; empty when the process is gone."""
+    try:
+        return sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return []
+
+
+def children_of(pid: int) -> list[int]:
+    """All live descendants, parents first."""
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        parent = todo.pop(0)
+        direct = _direct_children(parent)
+        found += direct
+        todo += direct
+    return found
+
+
+def _direct_children(pid: int) -> list[int]:
+    children: list[int] = []
+    for tid in threads_of(pid):
+        try:
+            children += map(int, Path(f"/proc/{pid}/task/{tid}/children").read_text().split())
+        except OSError:
+            continue
+    return children
+
+
+def executable_mappings(pid: int) -> list[Mapping]:
+    """Executable file mappings of a process, one read of its maps. Raises OSError when it is gone or not permitted."""
+    mappings = []
+    for line in _read(pid, "maps", MAX_MAPS_BYTES).splitlines():
+        found = _MAPS_LINE.match(line)
+        if not found or found.group(3)[2:3] != b"x" or found.group(7) == b"0":
+            continue
+        start, end, _, offset, major, minor, inode, path = found.groups()
+        mappings.append(
+            Mapping(
+                int(start, 16), int(end, 16), int(offset, 16), (int(major, 16), int(minor, 16)), int(inode),
+                _unescape(path),
+            )
+        )  # fmt: skip
+    return mappings
+
+
+def _unescape(path: bytes) -> str:
+    # The kernel escapes newline as \012 in maps and nothing else.
+    return path.replace(b"\\012", b"\n").decode("utf-8", "surrogateescape")

@@ -1,0 +1,1 @@
+"""Conclusions drawn from state. Never reads a clock."""

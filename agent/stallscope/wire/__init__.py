@@ -1,0 +1,1 @@
+"""What capture, parser and aggregate have in common: hook table, records, frames."""

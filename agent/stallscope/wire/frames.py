@@ -1,0 +1,176 @@
+"""Frames: the one encoding between capture and aggregate, on a socket and in a recording.
+
+A frame on the wire (little endian)::
+
+     0        4      6      8              8 + size
+    +--------+------+------+--- ... ------+
+    | size   | kind | 0    | msgpack map  |        size counts the msgpack bytes only
+    +--------+------+------+--- ... ------+
+
+A recording is a file header followed by frames::
+
+     0          8         10           12            16              24            32
+    +----------+---------+------------+-------------+---------------+-------------+
+    |"STALLSCP"| version | min_reader | header_size | feature_bits  | info_bits   |
+    +----------+---------+------------+-------------+---------------+-------------+
+
+A reader accepts a file when its own version is at least `min_reader`; it skips and counts frames of a kind it does not
+know. Example, a tick at 5 ns: ``08000000 0e00 0000 81 a5 61745f6e73 05`` (tests/unit/test_frames.py).
+
+The bodies, all instants `*_ns` on CLOCK_MONOTONIC of the capturing host:
+
+========== ====================================================================================================
+kind       body
+========== ====================================================================================================
+HELLO      version, start_mono_ns, start_unix_ns, host, kernel, backend ("bcc" or "object"), sources [..],
+           targets [pid..], sample_one_in, long_ns, hooks [[id, library, name, kind, timed]..],
+           limits {name: n}
+PROCESS    proc, pid, ns_pid or nil, ppid, parent (proc) or nil, name, cmdline [..], container_id or nil, start_ns,
+           at_ns
+IMAGE      proc, at_ns, name, cmdline [..]: the process execed
+EXIT       proc, at_ns, code or nil, signal or nil
+LINK       proc, library, path, build_id or nil, hooks [id..], at_ns, appeared_ns, method, missing [name..]
+EVENTS     count, data: `wire_rec` back to back
+UIDS       count, data: `wire_uid_rec` back to back
+SLOT       slot, proc, at_ns: from now on records with this slot belong to this process
+COUNTS     proc, at_ns, hooks [id..], counts: `wire_count` back to back, times [time id..], timed: `wire_time` back
+           to back. Cumulative; only rows that changed.
+INFLIGHT   at_ns, final, rows [[proc, tid, [[hook, ts_ns, n, flags, [a0..a7]]..]]..]: outermost call first. The final
+           one, after the links are gone, names the calls that will never be recorded.
+INFERRED   proc, tid, hook, since_ns, at_ns, ended nil or reason: a call that began before the link
+GAP        source, proc or nil, count or nil, from_ns, to_ns, reason
+LOST       at_ns, places {name: n}: cumulative
+NOTE       at_ns, proc or nil, text
+TICK       at_ns: every earlier event of this capture has been sent
+COST       at_ns, cpu_ns, rss_bytes, processes {name: [cpu_ns, rss_bytes]}
+BYE        at_ns, reason
+========== ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import msgpack
+
+__all__ = ["FILE_HEADER_BYTES", "MAX_FRAME_BYTES", "VERSION", "BadFrame", "Decoder", "Frame", "Kind", "encode",
+           "file_header", "read_file_header"]  # fmt: skip
+
+MAGIC = b"STALLSCP"
+VERSION = 1
+MIN_READER = 1
+MAX_FRAME_BYTES = 16 << 20
+_HEAD = struct.Struct("<IHH")
+_FILE = struct.Struct("<8sHHIQQ")
+FILE_HEADER_BYTES = _FILE.size
+
+Body = dict[str, Any]
+
+
+class Kind(IntEnum):
+    """Frame kinds; never reused."""
+
+    HELLO = 1
+    PROCESS = 2
+    IMAGE = 3
+    EXIT = 4
+    LINK = 5
+    EVENTS = 6
+    UIDS = 7
+    SLOT = 8
+    COUNTS = 9
+    INFLIGHT = 10
+    INFERRED = 11
+    GAP = 12
+    LOST = 13
+    TICK = 14
+    NOTE = 15
+    COST = 16
+    BYE = 17
+
+
+class Frame(NamedTuple):
+    """One decoded frame; `kind` is a plain int because newer kinds may come."""
+
+    kind: int
+    body: Body
+
+
+class BadFrame(ValueError):
+    """Bytes that are no frame; `offset` is where the bad frame begins."""
+
+    def __init__(self, why: str, offset: int) -> None:
+        super().__init__(f"{why} at byte {offset}")
+        self.why = why
+        self.offset = offset
+
+
+def encode(kind: Kind, body: Body) -> bytes:
+    """One frame. Raises ValueError when it would exceed MAX_FRAME_BYTES."""
+    payload: bytes = msgpack.packb(body, use_bin_type=True)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"frame of {len(payload)} bytes")
+    return _HEAD.pack(len(payload), kind, 0) + payload
+
+
+def file_header(feature_bits: int = 0, info_bits: int = 0) -> bytes:
+    """The first bytes of a recording."""
+    return _FILE.pack(MAGIC, VERSION, MIN_READER, FILE_HEADER_BYTES, feature_bits, info_bits)
+
+
+def read_file_header(data: bytes) -> tuple[int, int, int]:
+    """(version, min_reader, header_size) of a recording's first bytes. Raises BadFrame when they are no header."""
+    if len(data) < FILE_HEADER_BYTES:
+        raise BadFrame("shorter than a file header", 0)
+    magic, version, min_reader, size, _features, _info = _FILE.unpack_from(data)
+    if magic != MAGIC:
+        raise BadFrame("not a stallscope recording (magic)", 0)
+    if size < FILE_HEADER_BYTES or size > 4096:
+        raise BadFrame(f"header size {size}", 0)
+    return version, min_reader, size
+
+
+class Decoder:
+    """Splits a byte stream into frames; holds at most one incomplete frame.
+
+    Args:
+        offset: position of the first byte in its file, for messages.
+    """
+
+    def __init__(self, offset: int = 0) -> None:
+        self._data = bytearray()
+        self.offset = offset
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that `data` completes. Raises BadFrame; the stream can't be read on after that."""
+        self._data += data
+        start = 0
+        while len(self._data) - start >= _HEAD.size:
+            size, kind, zero = _HEAD.unpack_from(self._data, start)
+            if size > MAX_FRAME_BYTES or zero:
+                raise BadFrame(f"impossible frame head (size {size})", self.offset)
+            end = start + _HEAD.size + size
+            if len(self._data) < end:
+                break
+            body = self._body(bytes(self._data[start + _HEAD.size : end]))
+            start = end
+            self.offset += _HEAD.size + size
+            yield Frame(kind, body)
+        del self._data[:start]
+
+    def _body(self, payload: bytes) -> Body:
+        try:
+            body = msgpack.unpackb(payload, raw=False, strict_map_key=True, use_list=True)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise BadFrame(f"body is no msgpack ({error})", self.offset) from error
+        if not isinstance(body, dict):
+            raise BadFrame("body is no map", self.offset)
+        return body
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an incomplete frame at the end."""
+        return len(self._data)

@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
+ * All state, and the few primitives on it. Every table is fixed in size; what it turns away is counted in ctl. */
+#ifndef BULK_BYTES
+#define BULK_BYTES (1 << 24)
+#endif
+#ifndef VITAL_BYTES
+#define VITAL_BYTES (1 << 22)
+#endif
+struct comm_key {
+  u32 tgid, reserved;
+  u64 comm;
+};
+MAP_ARRAY(rows, struct wire_row, WIRE_ROWS);
+MAP_ARRAY(counts, struct wire_count, WIRE_PROCS *WIRE_HOOKS);
+MAP_ARRAY(times, struct wire_time, WIRE_PROCS *WIRE_TIMES);
+MAP_ARRAY(conf, struct wire_conf, WIRE_HOOKS);
+MAP_ARRAY(slots, struct wire_slot, WIRE_PROCS);
+MAP_ARRAY(ranges, struct wire_ranges, WIRE_PROCS);
+MAP_ARRAY(ctl, u64, WIRE_CTL_SIZE);
+MAP_HASH(procs, u32, u32, 4096); /* tgid -> slot | PROC_FOLLOW: the filter */
+MAP_HASH(comms, struct comm_key, u64, WIRE_COMMS);
+MAP_RING(vital, VITAL_BYTES);
+MAP_RING(bulk, BULK_BYTES);
+#define PROC_FOLLOW 0x10000u
+#define PROC_SLOT 0xffffu
+
+INL void bump(u32 place) {
+  u64 *p = ctl.lookup(&place);
+  if (p) __sync_fetch_and_add(p, 1);
+}
+
+INL u64 setting(u32 index) {
+  u64 *p = ctl.lookup(&index);
+  return p ? *p : 0;
+}
+
+INL struct wire_count *count_of(u32 slot, u32 hook) {
+  u32 i = slot * WIRE_HOOKS + hook;
+  return counts.lookup(&i);
+}
+
+/* Which row belongs to the calling thread. Linear probing over WIRE_ROW_PROBES rows; a row is claimed once by
+ * compare-and-swap and then written by its owner alone.
+ * create: claim one for a traced thread. *slot: 0 = not traced; > 0 with NULL = traced, but no row was free. */
+INL struct wire_row *row_of(u64 id, int create, u32 *slot) {
+  u32 i = ((u32)id * 2654435761u) >> (32 - WIRE_ROW_BITS);
+  struct wire_row *r = rows.lookup(&i), *spare = 0;
+  *slot = 0;
+  if (r && r->owner == id) {
+    *slot = r->slot;
+    return r;
+  }
+#pragma unroll
+  for (int j = 0; j < WIRE_ROW_PROBES; j++) {
+    u32 k = (i + j) & (WIRE_ROWS - 1);
+    struct wire_row *q = rows.lookup(&k);
+    if (!q) return 0;
+    if (q->owner == id) {
+      *slot = q->slot;
+      return q;
+    }
+    if (!spare && !q->owner) spare = q;
+  }
+  if (!create) return 0;
+  u32 tgid = id >> 32, *s = procs.lookup(&tgid);
+  if (!s) return 0;
+  *slot = *s & PROC_SLOT;
+  if (!spare || __sync_val_compare_and_swap(&spare->owner, 0, id)) return 0;
+  spare->depth = 0;
+  spare->calls = 0;
+  spare->slot = *slot;
+  return spare;
+}
+
+/* The empty asm hides what the compiler knows of i: it would drop the mask that the verifier needs. */
+INL struct wire_frame *frame_at(struct wire_row *r, u32 i) {
+  asm volatile("" : "+r"(i));
+  return &r->f[i & (WIRE_DEPTH - 1)];
+}
+
+/* Not n % N: a step that makes a multiple of N calls would always show the same ones. */
+INL int sampled(u32 hook, u64 n) {
+  struct wire_conf *c = conf.lookup(&hook);
+  if (!c || !c->threshold) return 0;
+  u32 x = (u32)n * 2654435761u;
+  x ^= x >> 15;
+  x *= 2246822519u;
+  x ^= x >> 13;
+  return x <= c->threshold;
+}
+
+INL u32 log2_of(u64 v) {
+  u32 r = 0;
+  if (v >> 32) { r += 32; v >>= 32; }
+  if (v >> 16) { r += 16; v >>= 16; }
+  if (v >> 8) { r += 8; v >>= 8; }
+  if (v >> 4) { r += 4; v >>= 4; }
+  if (v >> 2) { r += 2; v >>= 2; }
+  if (v >> 1) r += 1;
+  return r;
+}
+
+INL u32 bucket_of(u64 ns) {
+  if (ns < (1 << WIRE_BUCKET_SHIFT)) return 0;
+  u32 e = log2_of(ns), b = ((e - WIRE_BUCKET_SHIFT) << 2) + ((ns >> (e - 2)) & 3);
+  return b < WIRE_BUCKETS ? b : WIRE_BUCKETS - 1;
+}

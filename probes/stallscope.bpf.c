@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
+/* One program a family; the link cookie (native/wire.h) is the hook's descriptor.
+ *   launch      entry of a pure enqueue: count, maybe record
+ *   wait_enter  entry of a paired call: count, push an in-flight frame
+ *   nccl_enter  the same, with sequence number, unique id and a record at once
+ *   pair_return return of any paired call: pop the frame, time, maybe record
+ * and three raw tracepoints for threads and processes. */
+#include "dialect.h"
+#include "wire.h"
+#include "maps.h"
+#include "record.h"
+
+INL void lose(struct wire_count *c, u32 place) {
+  if (c) __sync_fetch_and_add(&c->lost, 1);
+  bump(place);
+}
+
+INL void lose_frame(struct wire_row *r, struct wire_frame *f, u32 place) {
+  if (f->flags & WIRE_ENTERED) return; /* its entry was recorded: the call is an event already */
+  lose(count_of(r->slot, HOOK_OF(f->cookie)), place);
+}
+
+INL int do_launch(struct pt_regs *ctx, u64 cookie) {
+  struct hit h = {.cookie = cookie, .id = bpf_get_current_pid_tgid()};
+  struct wire_row *r = row_of(h.id, 1, &h.slot);
+  if (!h.slot) return 0;
+  if (r) r->calls++;
+  struct wire_count *c = count_of(h.slot, HOOK_OF(cookie));
+  if (!c) return 0;
+  h.n = __sync_fetch_and_add(&c->calls, 1);
+  int is_vital = FLAGS_OF(cookie) & WIRE_HOOK_VITAL, is_driver = FLAGS_OF(cookie) & WIRE_HOOK_DRIVER;
+  int pick = is_vital || sampled(HOOK_OF(cookie), h.n);
+  if (pick || is_driver) take_arguments(&h, ctx);
+  if (is_driver && returns_into_runtime(h.slot, h.back)) {
+    h.flags |= WIRE_NESTED;
+    __sync_fetch_and_add(&c->nested, 1);
+  }
+  if (!pick) {
+    __sync_fetch_and_add(&c->sampled_out, 1);
+    return 0;
+  }
+  if (FLAGS_OF(cookie) & WIRE_HOOK_CONFIG) take_config(&h);
+  h.ts = bpf_ktime_get_ns();
+  if (emit(is_vital, &h, WIRE_CALL, 0)) __sync_fetch_and_add(&c->lost, 1);
+  return 0;
+}
+
+/* Frames at or below this stack pointer never returned in sight: longjmp or an exception passed them. */
+INL u32 drop_stale(struct wire_row *r, u64 sp) {
+  u32 d = r->depth, top = d < WIRE_DEPTH ? d : WIRE_DEPTH;
+#pragma unroll
+  for (int j = 0; j < WIRE_DEPTH; j++) {
+    if (!top || frame_at(r, top - 1)->sp > sp) continue;
+    d = --top;
+    lose_frame(r, frame_at(r, top), WIRE_LOST_STALE);
+  }
+  return d;
+}
+
+INL int inside_family(struct wire_row *r, u32 depth, u32 family) {
+  int nested = 0;
+#pragma unroll
+  for (u32 j = 0; j < WIRE_DEPTH; j++)
+    if (j < depth && FAMILY_OF(frame_at(r, j)->cookie) == family) nested = 1;
+  return nested;
+}
+
+INL void push(struct wire_row *r, u32 d, struct hit *h, u64 sp, u32 pick) {
+  r->seq++; /* odd: readers try again */
+  struct wire_frame *f = frame_at(r, d);
+  f->ts_ns = h->ts;
+  f->sp = sp;
+  f->cookie = h->cookie;
+  f->n = h->n;
+  f->flags = h->flags;
+  f->pick = pick;
+#pragma unroll
+  for (int i = 0; i < 8; i++) f->a[i] = h->a[i];
+  r->depth = d + 1;
+  r->seq++;
+}
+
+INL u64 next_in_comm(struct hit *h) {
+  struct comm_key k = {.tgid = h->id >> 32, .comm = argument(h->a, COMM_OF(h->cookie))};
+  u64 zero = 0, *s = comms.lookup(&k);
+  if (!s) {
+    comms.insert(&k, &zero);
+    s = comms.lookup(&k);
+  }
+  if (s) return __sync_fetch_and_add(s, 1);
+  bump(WIRE_SEEN_NO_COMM);
+  h->flags |= WIRE_NO_SEQ;
+  return 0;
+}
+
+/* The entry of an NCCL call is evidence by itself ("rank 3 came"): recorded at once, before it can block. */
+INL void record_entry(struct hit *h, struct pt_regs *ctx, u32 depth) {
+  u32 flags = FLAGS_OF(h->cookie);
+  int failed;
+  if ((flags & WIRE_HOOK_SEQ) && !(h->flags & WIRE_NESTED)) h->n = next_in_comm(h);
+  if (flags & WIRE_HOOK_UID_VALUE) failed = emit_uid(h, ctx->sp + 8, WIRE_ENTER, depth, 0, 0);
+  else if (UID_OF(h->cookie) && !(flags & WIRE_HOOK_UID_RETURN))
+    failed = emit_uid(h, argument(h->a, UID_OF(h->cookie)), WIRE_ENTER, depth, 0, 0);
+  else failed = emit(1, h, WIRE_ENTER, depth);
+  if (!failed) h->flags |= WIRE_ENTERED;
+}
+
+INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
+  struct hit h = {.cookie = cookie, .id = bpf_get_current_pid_tgid()};
+  struct wire_row *r = row_of(h.id, 1, &h.slot);
+  if (!h.slot) return 0;
+  struct wire_count *c = count_of(h.slot, HOOK_OF(cookie));
+  if (!c) return 0;
+  h.n = __sync_fetch_and_add(&c->calls, 1);
+  u32 d = 0, pick = is_nccl || sampled(HOOK_OF(cookie), h.n);
+  if (r) {
+    r->calls++;
+    d = drop_stale(r, ctx->sp);
+    if (d && inside_family(r, d, FAMILY_OF(cookie))) h.flags |= WIRE_NESTED;
+  }
+  take_arguments(&h, ctx);
+  if ((FLAGS_OF(cookie) & WIRE_HOOK_DRIVER) && returns_into_runtime(h.slot, h.back)) h.flags |= WIRE_NESTED;
+  if (h.flags & WIRE_NESTED) __sync_fetch_and_add(&c->nested, 1);
+  h.ts = bpf_ktime_get_ns();
+  if (is_nccl) record_entry(&h, ctx, d);
+  if (r && d < WIRE_DEPTH) {
+    push(r, d, &h, ctx->sp, pick);
+    return 0;
+  }
+  if (r) r->depth = d + 1;
+  if (!(h.flags & WIRE_ENTERED)) lose(c, r ? WIRE_LOST_DEEP : WIRE_LOST_NO_ROW);
+  return 0;
+}
+
+INL void add_time(u32 slot, u64 cookie, u32 flags, u64 dur) {
+  u32 i = slot * WIRE_TIMES + TIME_OF(cookie) + (flags & WIRE_NESTED);
+  struct wire_time *t = times.lookup(&i);
+  if (!t) return;
+  u64 m = t->max_ns;
+  __sync_fetch_and_add(&t->n, 1);
+  __sync_fetch_and_add(&t->sum_ns, dur);
+#pragma unroll
+  for (int k = 0; k < 3; k++)
+    if (dur > m) {
+      u64 seen = __sync_val_compare_and_swap(&t->max_ns, m, dur);
+      m = seen == m ? dur : seen;
+    }
+  u32 b = bucket_of(dur);
+  asm volatile("" : "+r"(b));
+  if (b < WIRE_BUCKETS) __sync_fetch_and_add(&t->hist[b], 1);
+}
+
+INL void record_done(struct wire_row *r, struct wire_frame *f, u64 id, u64 dur, int status, struct wire_count *c) {
+  struct hit h = {.cookie = f->cookie, .id = id, .n = f->n, .ts = f->ts_ns, .slot = r->slot, .flags = f->flags};
+  u32 flags = FLAGS_OF(h.cookie), out = OUT_OF(h.cookie), depth = r->depth;
+  int always = status || dur >= setting(WIRE_CONF_LONG_NS), failed;
+  if (always) h.flags |= WIRE_ALWAYS;
+  if (!always && !f->pick) {
+    __sync_fetch_and_add(&c->sampled_out, 1);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) h.a[i] = f->a[i];
+  if (out && bpf_probe_read_user(&h.a[7], 8, (void *)argument(h.a, out))) h.flags |= WIRE_NO_OUT;
+  if (flags & WIRE_HOOK_UID_RETURN) {
+    failed = emit_uid(&h, argument(h.a, UID_OF(h.cookie)), WIRE_DONE, depth, dur, status);
+  } else {
+    int is_vital = always || (flags & WIRE_HOOK_VITAL);
+    struct wire_rec *v = is_vital ? vital.ringbuf_reserve(sizeof(*v)) : bulk.ringbuf_reserve(sizeof(*v));
+    failed = !v;
+    if (v) {
+      fill(v, &h, WIRE_DONE, depth);
+      v->dur_ns = dur;
+      v->status = status;
+      if (is_vital) vital.ringbuf_submit(v, BPF_RB_NO_WAKEUP);
+      else bulk.ringbuf_submit(v, BPF_RB_NO_WAKEUP);
+    } else bump(is_vital ? WIRE_LOST_VITAL : WIRE_LOST_BULK);
+  }
+  if (failed && !(h.flags & WIRE_ENTERED)) __sync_fetch_and_add(&c->lost, 1);
+}
+
+INL int do_return(struct pt_regs *ctx, u64 cookie) {
+  u64 id = bpf_get_current_pid_tgid(), sp = ENTRY_SP(ctx);
+  u32 slot;
+  struct wire_row *r = row_of(id, 0, &slot);
+  if (!r) return 0;
+  u32 d = r->depth;
+  if (!d) {
+    bump(WIRE_SEEN_ORPHAN);
+    return 0;
+  }
+  d--;
+  if (d >= WIRE_DEPTH) {
+    r->depth = d;
+    return 0;
+  }
+  struct wire_frame *f = frame_at(r, d);
+  if (f->sp < sp && d && frame_at(r, d - 1)->sp == sp) {
+    lose_frame(r, f, WIRE_LOST_STALE);
+    f = frame_at(r, --d);
+  }
+  if (f->sp != sp || HOOK_OF(f->cookie) != HOOK_OF(cookie)) {
+    bump(WIRE_SEEN_ORPHAN);
+    return 0;
+  }
+  u64 dur = bpf_ktime_get_ns() - f->ts_ns;
+  int status = (int)RETURN_VALUE(ctx);
+  r->seq++;
+  r->depth = d;
+  r->seq++;
+  struct wire_count *c = count_of(r->slot, HOOK_OF(cookie));
+  if (!c) return 0;
+  add_time(r->slot, f->cookie, f->flags, dur);
+  int failed = status && !((FLAGS_OF(cookie) & WIRE_HOOK_VITAL) && status == 7); /* ncclInProgress is no error */
+  if (failed) __sync_fetch_and_add(&c->errors, 1);
+  record_done(r, f, id, dur, status, c);
+  return 0;
+}
+
+ON("uprobe") int launch(struct pt_regs *ctx) { return do_launch(ctx, bpf_get_attach_cookie(ctx)); }
+ON("uprobe") int wait_enter(struct pt_regs *ctx) { return do_enter(ctx, bpf_get_attach_cookie(ctx), 0); }
+ON("uprobe") int nccl_enter(struct pt_regs *ctx) { return do_enter(ctx, bpf_get_attach_cookie(ctx), 1); }
+ON("uprobe") int pair_return(struct pt_regs *ctx) { return do_return(ctx, bpf_get_attach_cookie(ctx)); }
+
+/* A thread that ends, or an exec, inside calls: they become events, not open questions. */
+INL void release(struct wire_row *r, u64 id) {
+  u32 d = r->depth < WIRE_DEPTH ? r->depth : WIRE_DEPTH;
+  u64 now = bpf_ktime_get_ns();
+  r->seq++;
+#pragma unroll
+  for (u32 j = 0; j < WIRE_DEPTH; j++) {
+    if (j >= d) continue;
+    struct wire_frame *f = frame_at(r, j);
+    struct hit h = {.cookie = f->cookie, .id = id, .n = f->n, .ts = f->ts_ns, .slot = r->slot, .flags = f->flags};
+    struct wire_rec *v = vital.ringbuf_reserve(sizeof(*v));
+    if (!v) {
+      bump(WIRE_LOST_VITAL);
+      if (!(f->flags & WIRE_ENTERED)) {
+        struct wire_count *c = count_of(r->slot, HOOK_OF(f->cookie));
+        if (c) __sync_fetch_and_add(&c->lost, 1);
+      }
+      continue;
+    }
+    fill(v, &h, WIRE_ABANDONED, j);
+    v->dur_ns = now - f->ts_ns;
+    vital.ringbuf_submit(v, BPF_RB_NO_WAKEUP);
+  }
+  r->depth = 0;
+  r->seq++;
+}
+
+ON("raw_tracepoint/sched_process_fork") int on_fork(raw_ctx *ctx) {
+  u64 id = bpf_get_current_pid_tgid();
+  u32 tgid = id >> 32, child = 0, *s = procs.lookup(&tgid), slot = 0;
+  if (!s || !(*s & PROC_FOLLOW)) return 0;
+  bpf_probe_read_kernel(&child, 4, (void *)(ctx->args[1] + setting(WIRE_CONF_TGID)));
+  if (child == tgid) return 0; /* a thread */
+#pragma unroll
+  for (u32 j = 0; j < WIRE_PROCS / 2; j++) {
+    u32 k = (child + j) & (WIRE_PROCS - 1);
+    if (slot || !k) continue;
+    struct wire_slot *p = slots.lookup(&k);
+    if (p && !p->tgid && !__sync_val_compare_and_swap(&p->tgid, 0, child)) slot = k;
+  }
+  if (slot) {
+    u32 entry = slot | PROC_FOLLOW;
+    procs.update(&child, &entry);
+  } else bump(WIRE_SEEN_NO_SLOT);
+  life(WIRE_FORK, id, *s & PROC_SLOT, child, slot);
+  return 0;
+}
+
+ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
+  u64 id = bpf_get_current_pid_tgid(), old = (id >> 32 << 32) | (u32)ctx->args[1];
+  u32 slot, tgid = id >> 32, *s = procs.lookup(&tgid);
+  if (!s) return 0;
+  struct wire_row *r = row_of(id, 0, &slot);
+  if (r) release(r, id);
+  if (old != id) { /* exec in a thread that was not the leader: it takes over the leader's tid */
+    r = row_of(old, 0, &slot);
+    if (r) {
+      release(r, old);
+      r->owner = 0;
+    }
+  }
+  life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, 0);
+  return 0;
+}
+
+ON("raw_tracepoint/sched_process_exit") int on_exit(raw_ctx *ctx) {
+  u64 id = bpf_get_current_pid_tgid(), signal = 0;
+  u32 slot, code = 0, live = 1, tgid = id >> 32, *s = procs.lookup(&tgid);
+  if (!s) return 0;
+  struct wire_row *r = row_of(id, 0, &slot);
+  if (r) {
+    release(r, id);
+    r->owner = 0;
+  }
+  bpf_probe_read_kernel(&signal, 8, (void *)(ctx->args[0] + setting(WIRE_CONF_SIGNAL)));
+  bpf_probe_read_kernel(&live, 4, (void *)(signal + setting(WIRE_CONF_LIVE)));
+  if (live) return 0;
+  bpf_probe_read_kernel(&code, 4, (void *)(ctx->args[0] + setting(WIRE_CONF_EXIT_CODE)));
+  slot = *s & PROC_SLOT;
+  procs.delete(&tgid);
+  life(WIRE_EXIT, id, slot, code, 0);
+  struct wire_slot *p = slots.lookup(&slot);
+  if (p && p->tgid == tgid) p->dead = 1;
+  return 0;
+}
