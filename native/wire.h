@@ -11,18 +11,18 @@
 #include <stdint.h>
 #endif
 
-#define WIRE_PROCS 128        /* traced processes at once; slot 0 is never used */
-#define WIRE_HOOKS 400        /* hook ids, see probes/hooks.def */
-#define WIRE_TIMES 320        /* timed hooks, driver hooks twice: outermost and nested */
-#define WIRE_ROWS 4096        /* threads at once, a power of two */
+#define WIRE_PROCS 128 /* traced processes at once; slot 0 is never used */
+#define WIRE_HOOKS 400 /* hook ids, see probes/hooks.def */
+#define WIRE_TIMES 320 /* timed hooks, driver hooks twice: outermost and nested */
+#define WIRE_ROWS 4096 /* threads at once, a power of two */
 #define WIRE_ROW_BITS 12
-#define WIRE_ROW_PROBES 8     /* open addressing: rows looked at for one thread */
-#define WIRE_DEPTH 4          /* nested paired calls that are timed in one thread */
-#define WIRE_BUCKETS 160      /* 4 an octave from 2^7 to 2^47 ns: a midpoint is within 12.5 % */
+#define WIRE_ROW_PROBES 8 /* open addressing: rows looked at for one thread */
+#define WIRE_DEPTH 4      /* nested paired calls that are timed in one thread */
+#define WIRE_BUCKETS 160  /* 4 an octave from 2^7 to 2^47 ns: a midpoint is within 12.5 % */
 #define WIRE_BUCKET_SHIFT 7
-#define WIRE_RANGES 4         /* address ranges of probed runtimes in one process */
-#define WIRE_UID_BYTES 128    /* ncclUniqueId */
-#define WIRE_COMMS 4096       /* communicators with a sequence number */
+#define WIRE_RANGES 4      /* address ranges of probed runtimes in one process */
+#define WIRE_UID_BYTES 128 /* ncclUniqueId */
+#define WIRE_COMMS 4096    /* communicators with a sequence number */
 
 enum wire_kind {
   WIRE_CALL = 0,      /* entry of a hook without return probe: dur_ns is unknown */
@@ -35,30 +35,30 @@ enum wire_kind {
 };
 
 enum wire_flag {
-  WIRE_NESTED = 1,     /* inside a call of the same family: the outer one is the call */
-  WIRE_ENTERED = 2,    /* WIRE_DONE, WIRE_ABANDONED: a WIRE_ENTER of the same call was submitted */
-  WIRE_NO_STACK = 4,   /* stack arguments could not be read: a[6], a[7] are meaningless */
-  WIRE_NO_OUT = 8,     /* the result behind a pointer could not be read */
-  WIRE_ALWAYS = 16,    /* recorded by rule (long, error, never sampled), not by chance */
-  WIRE_NO_SEQ = 32,    /* the communicator table was full: n is no sequence number */
+  WIRE_NESTED = 1,   /* inside a call of the same family: the outer one is the call */
+  WIRE_ENTERED = 2,  /* WIRE_DONE, WIRE_ABANDONED: a WIRE_ENTER of the same call was submitted */
+  WIRE_NO_STACK = 4, /* stack arguments could not be read: a[6], a[7] are meaningless */
+  WIRE_NO_OUT = 8,   /* the result behind a pointer could not be read */
+  WIRE_ALWAYS = 16,  /* recorded by rule (long, error, never sampled), not by chance */
+  WIRE_NO_SEQ = 32,  /* the communicator table was full: n is no sequence number */
 };
 
 /* Places where something is turned away; index into the ctl map. */
 enum wire_ctl {
-  WIRE_LOST_BULK = 0,      /* bulk ring full */
-  WIRE_LOST_VITAL = 1,     /* vital ring full */
-  WIRE_LOST_NO_ROW = 2,    /* thread table full: call counted, not timed, not recorded */
-  WIRE_LOST_DEEP = 3,      /* nested deeper than WIRE_DEPTH */
-  WIRE_LOST_STALE = 4,     /* never returned in sight: longjmp or an exception passed it */
-  WIRE_LOST_LIFE = 5,      /* vital ring full for a fork, exec or exit record */
-  WIRE_SEEN_ORPHAN = 8,    /* return without an entry: the call began before the link */
-  WIRE_SEEN_NO_COMM = 9,   /* communicator table full: operation without sequence number */
-  WIRE_SEEN_NO_SLOT = 10,  /* forked child found no free process slot */
-  WIRE_CONF_TGID = 16,     /* offset of task_struct.tgid */
-  WIRE_CONF_SIGNAL = 17,   /* offset of task_struct.signal */
-  WIRE_CONF_LIVE = 18,     /* offset of signal_struct.live */
-  WIRE_CONF_EXIT_CODE = 19,/* offset of task_struct.exit_code */
-  WIRE_CONF_LONG_NS = 20,  /* waits from this duration on are always recorded */
+  WIRE_LOST_BULK = 0,       /* bulk ring full */
+  WIRE_LOST_VITAL = 1,      /* vital ring full */
+  WIRE_LOST_NO_ROW = 2,     /* thread table full: call counted, not timed, not recorded */
+  WIRE_LOST_DEEP = 3,       /* nested deeper than WIRE_DEPTH */
+  WIRE_LOST_STALE = 4,      /* never returned in sight: longjmp or an exception passed it */
+  WIRE_LOST_LIFE = 5,       /* vital ring full for a fork, exec or exit record */
+  WIRE_SEEN_ORPHAN = 8,     /* return without an entry: the call began before the link */
+  WIRE_SEEN_NO_COMM = 9,    /* communicator table full: operation without sequence number */
+  WIRE_SEEN_NO_SLOT = 10,   /* forked child found no free process slot */
+  WIRE_CONF_TGID = 16,      /* offset of task_struct.tgid */
+  WIRE_CONF_SIGNAL = 17,    /* offset of task_struct.signal */
+  WIRE_CONF_LIVE = 18,      /* offset of signal_struct.live */
+  WIRE_CONF_EXIT_CODE = 19, /* offset of task_struct.exit_code */
+  WIRE_CONF_LONG_NS = 20,   /* waits from this duration on are always recorded */
   WIRE_CTL_SIZE = 64,
 };
 
@@ -71,19 +71,19 @@ enum wire_ctl {
  * Example: ncclAllReduce, hook 300, family 8, time id 200, comm in argument 5, one stack word: 0x0000_1606_0c80_812c
  */
 enum wire_cookie_flag {
-  WIRE_HOOK_SEQ = 1,      /* numbers the operations of its communicator */
-  WIRE_HOOK_VITAL = 2,    /* never sampled; entry recorded at once, both in the vital ring */
-  WIRE_HOOK_CONFIG = 4,   /* argument 0 points to a launch config: grid, block, smem, stream come from it */
-  WIRE_HOOK_DRIVER = 8,   /* nested when it returns into a probed runtime */
-  WIRE_HOOK_UID_VALUE = 16, /* a unique id passed by value stands in the first 128 bytes of stack arguments */
+  WIRE_HOOK_SEQ = 1,         /* numbers the operations of its communicator */
+  WIRE_HOOK_VITAL = 2,       /* never sampled; entry recorded at once, both in the vital ring */
+  WIRE_HOOK_CONFIG = 4,      /* argument 0 points to a launch config: grid, block, smem, stream come from it */
+  WIRE_HOOK_DRIVER = 8,      /* nested when it returns into a probed runtime */
+  WIRE_HOOK_UID_VALUE = 16,  /* a unique id passed by value stands in the first 128 bytes of stack arguments */
   WIRE_HOOK_UID_RETURN = 32, /* the unique id behind argument uid exists at the return, not at the entry */
 };
 
 /* One record, 104 bytes. `n` is the number of the call among the process's calls of that hook, low 32 bits;
  * for hooks with WIRE_HOOK_SEQ and not nested: the sequence number in the communicator. */
 struct wire_rec {
-  uint64_t ts_ns;     /* CLOCK_MONOTONIC at the entry */
-  uint64_t dur_ns;    /* WIRE_DONE, WIRE_ABANDONED; else 0 and meaningless */
+  uint64_t ts_ns;  /* CLOCK_MONOTONIC at the entry */
+  uint64_t dur_ns; /* WIRE_DONE, WIRE_ABANDONED; else 0 and meaningless */
   uint32_t tgid;
   uint32_t tid;
   uint16_t hook;
@@ -93,8 +93,8 @@ struct wire_rec {
   uint8_t depth;
   uint8_t reserved;
   uint32_t n;
-  int32_t status;     /* WIRE_DONE: the function's return value */
-  uint64_t a[8];      /* arguments 0..5; then stack words: 1: [w0], 2: [w0, w1], 3: [w0 | w1 << 32, w2] */
+  int32_t status; /* WIRE_DONE: the function's return value */
+  uint64_t a[8];  /* arguments 0..5; then stack words: 1: [w0], 2: [w0, w1], 3: [w0 | w1 << 32, w2] */
 };
 
 struct wire_uid_rec {
@@ -104,9 +104,9 @@ struct wire_uid_rec {
 
 /* Exact counters of one hook in one process; calls == recorded + in flight + lost + sampled_out + filtered. */
 struct wire_count {
-  uint64_t calls;       /* at the entry */
+  uint64_t calls; /* at the entry */
   uint64_t nested;
-  uint64_t errors;      /* paired hooks only */
+  uint64_t errors; /* paired hooks only */
   uint64_t lost;
   uint64_t sampled_out;
   uint64_t filtered;
@@ -121,29 +121,29 @@ struct wire_time {
 /* A paired call that has not returned. */
 struct wire_frame {
   uint64_t ts_ns;
-  uint64_t sp;        /* stack pointer at the entry: points to the return address */
+  uint64_t sp; /* stack pointer at the entry: points to the return address */
   uint64_t cookie;
   uint32_t n;
-  uint8_t flags;      /* wire_flag */
-  uint8_t pick;       /* chosen by sampling */
+  uint8_t flags; /* wire_flag */
+  uint8_t pick;  /* chosen by sampling */
   uint16_t reserved;
   uint64_t a[8];
 };
 
 /* One thread. Only the thread itself writes, in its own context; seq is odd meanwhile. */
 struct wire_row {
-  uint64_t owner;     /* tgid << 32 | tid; 0 = free */
+  uint64_t owner; /* tgid << 32 | tid; 0 = free */
   uint32_t seq;
-  uint32_t depth;     /* may exceed WIRE_DEPTH */
+  uint32_t depth; /* may exceed WIRE_DEPTH */
   uint32_t slot;
   uint32_t reserved;
-  uint64_t calls;     /* entries into hooks, launches too: tells a live thread from a silent one */
+  uint64_t calls; /* entries into hooks, launches too: tells a live thread from a silent one */
   struct wire_frame f[WIRE_DEPTH];
 };
 
 struct wire_slot {
-  uint64_t tgid;      /* 0 = free */
-  uint64_t dead;      /* 1: ended; user space harvests, zeroes and frees */
+  uint64_t tgid; /* 0 = free */
+  uint64_t dead; /* 1: ended; user space harvests, zeroes and frees */
 };
 
 struct wire_ranges {

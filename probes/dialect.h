@@ -30,34 +30,46 @@ struct pt_regs {
 #endif
 #define ON(section) SEC(section)
 #define INLINE_ static inline __attribute__((always_inline))
-#define MAP_KV_(m, T, K, V, N, FLAGS)                                                          \
-  struct {                                                                                     \
-    __uint(type, T);                                                                           \
-    __uint(max_entries, N);                                                                    \
-    __uint(map_flags, FLAGS);                                                                  \
-    __type(key, K);                                                                            \
-    __type(value, V);                                                                          \
-  } m##_ SEC(".maps");                                                                         \
-  INLINE_ V *m##_lookup(K *k) { return bpf_map_lookup_elem(&m##_, k); }                        \
-  INLINE_ int m##_update(K *k, V *v) { return bpf_map_update_elem(&m##_, k, v, BPF_ANY); }     \
-  INLINE_ int m##_insert(K *k, V *v) { return bpf_map_update_elem(&m##_, k, v, BPF_NOEXIST); } \
-  INLINE_ int m##_delete(K *k) { return bpf_map_delete_elem(&m##_, k); }                       \
-  static const struct {                                                                        \
-    V *(*lookup)(K *);                                                                         \
-    int (*update)(K *, V *), (*insert)(K *, V *), (*delete)(K *);                              \
+#define MAP_KV_(m, T, K, V, N, FLAGS)                                                                                  \
+  struct {                                                                                                             \
+    __uint(type, T);                                                                                                   \
+    __uint(max_entries, N);                                                                                            \
+    __uint(map_flags, FLAGS);                                                                                          \
+    __type(key, K);                                                                                                    \
+    __type(value, V);                                                                                                  \
+  } m##_ SEC(".maps");                                                                                                 \
+  INLINE_ V *m##_lookup(K *k) {                                                                                        \
+    return bpf_map_lookup_elem(&m##_, k);                                                                              \
+  }                                                                                                                    \
+  INLINE_ int m##_update(K *k, V *v) {                                                                                 \
+    return bpf_map_update_elem(&m##_, k, v, BPF_ANY);                                                                  \
+  }                                                                                                                    \
+  INLINE_ int m##_insert(K *k, V *v) {                                                                                 \
+    return bpf_map_update_elem(&m##_, k, v, BPF_NOEXIST);                                                              \
+  }                                                                                                                    \
+  INLINE_ int m##_delete(K *k) {                                                                                       \
+    return bpf_map_delete_elem(&m##_, k);                                                                              \
+  }                                                                                                                    \
+  static const struct {                                                                                                \
+    V *(*lookup)(K *);                                                                                                 \
+    int (*update)(K *, V *), (*insert)(K *, V *), (*delete)(K *);                                                      \
   } m = {m##_lookup, m##_update, m##_insert, m##_delete}
 #define MAP_ARRAY(m, V, N) MAP_KV_(m, BPF_MAP_TYPE_ARRAY, u32, V, N, BPF_F_MMAPABLE)
 #define MAP_HASH(m, K, V, N) MAP_KV_(m, BPF_MAP_TYPE_HASH, K, V, N, 0)
-#define MAP_RING(m, BYTES)                                                          \
-  struct {                                                                          \
-    __uint(type, BPF_MAP_TYPE_RINGBUF);                                             \
-    __uint(max_entries, BYTES);                                                     \
-  } m##_ SEC(".maps");                                                              \
-  INLINE_ void *m##_reserve(u64 n) { return bpf_ringbuf_reserve(&m##_, n, 0); }     \
-  INLINE_ void m##_submit(void *p, u64 flags) { bpf_ringbuf_submit(p, flags); }     \
-  static const struct {                                                             \
-    void *(*ringbuf_reserve)(u64);                                                  \
-    void (*ringbuf_submit)(void *, u64);                                            \
+#define MAP_RING(m, BYTES)                                                                                             \
+  struct {                                                                                                             \
+    __uint(type, BPF_MAP_TYPE_RINGBUF);                                                                                \
+    __uint(max_entries, BYTES);                                                                                        \
+  } m##_ SEC(".maps");                                                                                                 \
+  INLINE_ void *m##_reserve(u64 n) {                                                                                   \
+    return bpf_ringbuf_reserve(&m##_, n, 0);                                                                           \
+  }                                                                                                                    \
+  INLINE_ void m##_submit(void *p, u64 flags) {                                                                        \
+    bpf_ringbuf_submit(p, flags);                                                                                      \
+  }                                                                                                                    \
+  static const struct {                                                                                                \
+    void *(*ringbuf_reserve)(u64);                                                                                     \
+    void (*ringbuf_submit)(void *, u64);                                                                               \
   } m = {m##_reserve, m##_submit}
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 #endif

@@ -66,7 +66,8 @@ INL int inside_family(struct wire_row *r, u32 depth, u32 family) {
 }
 
 INL void push(struct wire_row *r, u32 d, struct hit *h, u64 sp, u32 pick) {
-  r->seq++; /* odd: readers try again */
+  r->seq++; /* odd: readers try again; the empty asm keeps the compiler from merging the two increments */
+  asm volatile("" ::: "memory");
   struct wire_frame *f = frame_at(r, d);
   f->ts_ns = h->ts;
   f->sp = sp;
@@ -77,6 +78,7 @@ INL void push(struct wire_row *r, u32 d, struct hit *h, u64 sp, u32 pick) {
 #pragma unroll
   for (int i = 0; i < 8; i++) f->a[i] = h->a[i];
   r->depth = d + 1;
+  asm volatile("" ::: "memory");
   r->seq++;
 }
 
@@ -217,10 +219,18 @@ INL int do_return(struct pt_regs *ctx, u64 cookie) {
   return 0;
 }
 
-ON("uprobe") int launch(struct pt_regs *ctx) { return do_launch(ctx, bpf_get_attach_cookie(ctx)); }
-ON("uprobe") int wait_enter(struct pt_regs *ctx) { return do_enter(ctx, bpf_get_attach_cookie(ctx), 0); }
-ON("uprobe") int nccl_enter(struct pt_regs *ctx) { return do_enter(ctx, bpf_get_attach_cookie(ctx), 1); }
-ON("uprobe") int pair_return(struct pt_regs *ctx) { return do_return(ctx, bpf_get_attach_cookie(ctx)); }
+ON("uprobe") int launch(struct pt_regs *ctx) {
+  return do_launch(ctx, bpf_get_attach_cookie(ctx));
+}
+ON("uprobe") int wait_enter(struct pt_regs *ctx) {
+  return do_enter(ctx, bpf_get_attach_cookie(ctx), 0);
+}
+ON("uprobe") int nccl_enter(struct pt_regs *ctx) {
+  return do_enter(ctx, bpf_get_attach_cookie(ctx), 1);
+}
+ON("uprobe") int pair_return(struct pt_regs *ctx) {
+  return do_return(ctx, bpf_get_attach_cookie(ctx));
+}
 
 /* A thread that ends, or an exec, inside calls: they become events, not open questions. */
 INL void release(struct wire_row *r, u64 id) {

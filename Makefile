@@ -1,0 +1,99 @@
+# Every developer action has one name, and CI runs the same names. V=1 shows the commands.
+PYTHON ?= /usr/bin/python3
+VENV := .venv
+BUILD := build
+PY := $(VENV)/bin/python
+V ?= 0
+ifeq ($(V),0)
+Q := @
+QUIET := >$(BUILD)/last.log 2>&1 || { tail -40 $(BUILD)/last.log; exit 1; }
+else
+Q :=
+QUIET :=
+endif
+say = @printf '  %-10s %s\n' '$(1)' '$(2)'
+
+APT := python3 python3-venv python3-dev python3-bpfcc gcc make libc6-dev linux-libc-dev libbpf-dev clang llvm clang-format \
+       bpftool bpftrace libcap2-bin iproute2
+PROBES := $(wildcard probes/*.h probes/*.c) native/wire.h
+BPF_OBJECT := $(BUILD)/probes/stallscope.bpf.o
+MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
+BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
+
+.PHONY: help build generate demo test test-unit test-root test-libs test-gpu lint fuzz bench clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(BUILD)/apt.stamp: Makefile
+	@mkdir -p $(BUILD)
+	@missing=; for p in $(APT); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
+	if [ -n "$$missing" ]; then \
+	  if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then echo "missing packages:$$missing (install them, or run make as root on Debian)" >&2; exit 1; fi; \
+	  printf '  %-10s %s\n' apt "$$missing (a few minutes)"; \
+	  { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $$missing; } >$(BUILD)/apt.log 2>&1 \
+	    || { tail -20 $(BUILD)/apt.log; exit 1; }; fi
+	@touch $@
+
+$(VENV)/installed.stamp: $(BUILD)/apt.stamp pyproject.toml setup.py
+	$(call say,venv,$(VENV) and what pyproject.toml names (about a minute))
+	$(Q)[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	$(Q){ $(PY) -m pip install -q --disable-pip-version-check setuptools wheel cffi && \
+	  $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[dev]'; } $(QUIET)
+	@touch $@
+
+$(BUILD)/drain.stamp: $(VENV)/installed.stamp $(wildcard native/drain/*) native/wire.h
+	$(call say,cc,native/drain)
+	$(Q)$(PY) native/drain/build_drain.py $(QUIET)
+	@touch $@
+
+$(BPF_OBJECT): $(BUILD)/apt.stamp $(PROBES)
+	$(call say,clang,$@)
+	@mkdir -p $(@D)
+	$(Q)clang -O2 -g -target bpf -mcpu=v3 -D__TARGET_ARCH_$(BPF_ARCH) -DWIRE_BPF -Wall -Wextra -Wno-unused-parameter -Werror \
+	  -I/usr/include/$(MULTIARCH) -Inative -Iprobes -c probes/stallscope.bpf.c -o $@
+	$(Q)llvm-strip -g $@ 2>/dev/null || true
+
+build: $(BUILD)/drain.stamp $(BPF_OBJECT) ## everything that is compiled
+	$(call say,make,native/sim tests/targets)
+	$(Q)$(MAKE) -s -C native/sim OUT=$(CURDIR)/$(BUILD)/sim V=$(V)
+	$(Q)$(MAKE) -s -C tests/targets OUT=$(CURDIR)/$(BUILD)/targets V=$(V)
+
+generate: ## write the hook table again from probes/hooks.def
+	$(Q)$(PYTHON) probes/gen_hooks.py
+
+demo: build ## a simulated job, traced
+	$(Q)$(VENV)/bin/stallscope demo
+
+test: build lint ## all tests that a machine without a GPU can run
+	$(Q)$(PY) -m pytest tests/unit tests/sim tests/integration tests/fuzz
+
+test-unit: build ## only what needs no privileges
+	$(Q)$(PY) -m pytest tests/unit tests/sim tests/fuzz
+
+test-root: build ## all tests; a privileged one that can't run is a failure
+	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest tests/unit tests/sim tests/integration tests/fuzz
+
+test-libs: build ## real libcudart and libnccl in every supported version
+	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_LIBS=1 $(PY) -m pytest tests/integration/test_real_libraries.py
+
+test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
+	$(Q)sh tests/gpu/run.sh
+
+lint: build ## formatting, types, import direction
+	$(call say,lint,ruff mypy clang-format hook table)
+	$(Q)$(PYTHON) probes/gen_hooks.py --check
+	$(Q)$(VENV)/bin/ruff check -q . && $(VENV)/bin/ruff format -q --check .
+	$(Q)$(VENV)/bin/mypy --no-error-summary
+	$(Q)clang-format --dry-run --Werror native/*.h $$(find native probes tests -name '*.[ch]' -not -path '*/include/*')
+	$(Q)$(PY) -m pytest -q tests/unit/test_imports.py
+
+bench: build ## cost per call against bpftrace, and the rest of the promised figures
+	$(Q)$(PY) bench/run.py
+
+fuzz: build ## the hostile-input suites, longer
+	$(Q)STALLSCOPE_FUZZ_SECONDS=300 $(PY) -m pytest tests/fuzz
+
+clean: ## remove what make made
+	$(Q)rm -rf $(BUILD) $(VENV) agent/*.egg-info
+	$(Q)find agent native probes tests bench \( -name '__pycache__' -o -name '*.so' -o -name '*.o' \) -prune -exec rm -rf {} +

@@ -1,0 +1,45 @@
+"""Bounds of every table. What exceeds one is turned away, counted, and named in the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+__all__ = ["LIMITS", "Overflow"]
+
+LIMITS = {
+    "processes": 4096,
+    "links of a process": 64,
+    "counter rows": 65536,
+    "histograms": 16384,
+    "longest lists": 32768,
+    "notes": 256,
+    "gaps": 1024,
+    "communicators": 4096,
+    "communicator members": 16384,
+    "communicator creations": 16384,
+    "communicator pointers": 8192,
+    "communicator splits": 8192,
+    "creations under way": 4096,
+    "sequence numbers": 8192,
+    "threads in flight": 8192,
+    "inferred calls": 8192,
+}
+
+
+class Overflow:
+    """Counts what was turned away, by table."""
+
+    def __init__(self) -> None:
+        self.turned_away: Counter[str] = Counter()
+
+    def full(self, table: str, size: int) -> bool:
+        """Whether a table that holds `size` items takes no more; counts the item if so."""
+        if size < LIMITS[table]:
+            return False
+        self.turned_away[table] += 1
+        return True
+
+    def notes(self) -> list[str]:
+        """One sentence a table."""
+        full = sorted(self.turned_away.items())
+        return [f"{table}: {count} turned away (limit {LIMITS[table]})" for table, count in full]

@@ -1,0 +1,183 @@
+"""What is known of each traced process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from stallscope.aggregate.checks import BadField, integer, items, maybe_integer, maybe_text, raw, text, texts
+from stallscope.aggregate.hooks import WIRE_HOOKS, WIRE_TIMES, Hooks
+from stallscope.aggregate.limits import Overflow
+from stallscope.wire.columns import COUNT, TIME
+from stallscope.wire.frames import Body
+
+__all__ = ["Counts", "Exit", "Link", "Process", "Processes"]
+
+
+class Counts(NamedTuple):
+    """Exact counters of one hook in one process (wire_count)."""
+
+    calls: int = 0
+    nested: int = 0
+    errors: int = 0
+    lost: int = 0
+    sampled_out: int = 0
+    filtered: int = 0
+
+
+class Link(NamedTuple):
+    """A library that was linked in a process."""
+
+    library: str
+    path: str
+    hooks: frozenset[int]
+    at_ns: int
+    appeared_ns: int
+
+
+class Exit(NamedTuple):
+    """How a process ended."""
+
+    at_ns: int
+    code: int | None
+    signal: int | None
+
+
+@dataclass
+class Process:
+    """One process; `order` is its place in the stream, `events` the call events that it sent as records."""
+
+    proc: int
+    order: int
+    pid: int
+    ns_pid: int | None
+    parent: int | None
+    name: str
+    cmdline: list[str]
+    container_id: str | None
+    start_ns: int
+    links: list[Link] = field(default_factory=list)
+    exit: Exit | None = None
+    counts: dict[int, Counts] = field(default_factory=dict)
+    times: dict[int, bytes] = field(default_factory=dict)
+    longest: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    events: int = 0
+    first_cuda_ns: int | None = None
+    untimed: bool = False
+
+    def has_library(self, library: str, hooks: Hooks) -> bool:
+        """Whether hooks of that library are linked; a static runtime lives in the program's own file."""
+        return any(hooks.get(h).library == library for link in self.links for h in link.hooks)
+
+    def calls(self) -> int:
+        """Calls made into linked hooks."""
+        return sum(row.calls for row in self.counts.values())
+
+
+class Processes:
+    """The process table: filled by PROCESS, IMAGE, EXIT, LINK and COUNTS frames."""
+
+    def __init__(self, overflow: Overflow) -> None:
+        self.table: dict[int, Process] = {}
+        self.unknown_frames = 0
+        self._overflow = overflow
+        self._rows = self._times = 0
+        self.backwards: set[int] = set()
+
+    def get(self, body: Body) -> Process | None:
+        """The process that a frame is about; None (counted) when it was never announced or turned away."""
+        process = self.table.get(integer(body, "proc"))
+        self.unknown_frames += process is None
+        return process
+
+    def add(self, body: Body) -> None:
+        """A PROCESS frame. A second one for the same key changes nothing."""
+        proc = integer(body, "proc")
+        if proc in self.table or self._overflow.full("processes", len(self.table)):
+            return
+        self.table[proc] = Process(
+            proc=proc,
+            order=len(self.table),
+            pid=integer(body, "pid"),
+            ns_pid=maybe_integer(body, "ns_pid", 0),
+            parent=maybe_integer(body, "parent", 0),
+            name=text(body, "name"),
+            cmdline=texts(body, "cmdline"),
+            container_id=maybe_text(body, "container_id"),
+            start_ns=integer(body, "start_ns"),
+        )
+
+    def image(self, body: Body) -> None:
+        """An IMAGE frame: the process runs another program now."""
+        process = self.get(body)
+        if process:
+            process.name, process.cmdline = text(body, "name"), texts(body, "cmdline")
+
+    def end(self, body: Body) -> None:
+        """An EXIT frame."""
+        process = self.get(body)
+        if process:
+            process.exit = Exit(integer(body, "at_ns"), maybe_integer(body, "code"), maybe_integer(body, "signal"))
+
+    def link(self, body: Body) -> tuple[Process, Link] | None:
+        """A LINK frame; what it says, None when the process is unknown."""
+        process = self.get(body)
+        hooks = items(body, "hooks", WIRE_HOOKS)
+        if not all(type(h) is int and 0 <= h < WIRE_HOOKS for h in hooks):
+            raise BadField("hooks holds something else than hook ids")
+        library, path = text(body, "library"), text(body, "path")
+        link = Link(library, path, frozenset(hooks), integer(body, "at_ns"), integer(body, "appeared_ns"))
+        if process is None:
+            return None
+        if not self._overflow.full("links of a process", len(process.links)):
+            process.links.append(link)
+        return process, link
+
+    def count(self, body: Body) -> None:
+        """A COUNTS frame: cumulative rows, the newest one counts."""
+        hooks, times = _ids(body, "hooks", WIRE_HOOKS), _ids(body, "times", WIRE_TIMES)
+        counts = raw(body, "counts", COUNT.itemsize)
+        timed = raw(body, "timed", TIME.itemsize)
+        if len(counts) != len(hooks) * COUNT.itemsize or len(timed) != len(times) * TIME.itemsize:
+            raise BadField("counts and ids differ in number")
+        process = self.get(body)
+        if process is None:
+            return
+        for hook, row in zip(hooks, count_rows(counts), strict=True):
+            self._set_count(process, hook, row)
+        for i, number in enumerate(times):
+            self._set_time(process, number, timed[i * TIME.itemsize : (i + 1) * TIME.itemsize])
+
+    def _set_count(self, process: Process, hook: int, row: Counts) -> None:
+        old = process.counts.get(hook)
+        if old is None:
+            if self._overflow.full("counter rows", self._rows):
+                return
+            self._rows += 1
+        elif row.calls < old.calls:
+            self.backwards.add(process.proc)
+        process.counts[hook] = row
+
+    def _set_time(self, process: Process, number: int, row: bytes) -> None:
+        if number not in process.times:
+            if self._overflow.full("histograms", self._times):
+                process.untimed = True
+                return
+            self._times += 1
+        process.times[number] = row
+
+
+def count_rows(data: bytes) -> list[Counts]:
+    """The rows of wire_count in `data`."""
+    rows = np.frombuffer(data, dtype=COUNT)
+    columns = [rows[name].tolist() for name in Counts._fields]
+    return [Counts(*row) for row in zip(*columns, strict=True)]
+
+
+def _ids(body: Body, key: str, limit: int) -> list[int]:
+    numbers = items(body, key, limit)
+    if not all(type(n) is int and 0 <= n < limit for n in numbers):
+        raise BadField(f"{key} holds something else than ids")
+    return numbers

@@ -1,0 +1,259 @@
+"""From a mapped file to linked probes: which file, which symbols, which offsets."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from stallscope.capture.libmatch import match
+from stallscope.capture.links import UprobeLink
+from stallscope.capture.parser_client import ParserClient, ParserFailed
+from stallscope.capture.procfs import Mapping, clean, executable_mappings
+from stallscope.capture.target import LinkedLibrary, Target
+from stallscope.errors import StallscopeError
+from stallscope.wire.frames import Kind
+from stallscope.wire.hook_table import BY_NAME, HOOKS, Hook
+
+__all__ = ["Linker", "program_of"]
+
+NCCL_KINDS = ("collective", "p2p", "group", "comm")
+MAX_RANGES = 4
+FileKey = tuple[tuple[int, int], int]
+
+
+class Point(NamedTuple):
+    """One hook in one file: where the probe goes, where the symbol is (file offsets), its size in bytes."""
+
+    hook: Hook
+    probe_offset: int
+    symbol_offset: int
+    size: int
+
+
+class Resolved(NamedTuple):
+    """What the parser said about a file."""
+
+    build_id: str | None
+    points: list[Point]
+    missing: list[str]
+    stripped: bool
+
+
+def program_of(hook: Hook) -> str:
+    """Name of the BPF program for the hook's entry."""
+    if hook.mode == "ENTRY":
+        return "launch"
+    return "nccl_enter" if hook.kind in NCCL_KINDS else "wait_enter"
+
+
+def wanted(library: str | None) -> list[Hook]:
+    """Hooks to look for in a library of that kind; None = a program that may hold a static runtime."""
+    return [hook for hook in HOOKS if hook.mode != "SHIM" and library in (None, hook.library)]
+
+
+class Linker:
+    """Links hooks of mapped files into one process at a time.
+
+    Args:
+        programs: BPF program name -> descriptor.
+        set_ranges: (slot, [(start, end)]) writes the runtime address ranges that mark driver calls as nested.
+        send: takes frames.
+        clock: CLOCK_MONOTONIC in ns.
+    """
+
+    def __init__(
+        self,
+        programs: dict[str, int],
+        parser: ParserClient,
+        set_ranges: Callable[[int, list[tuple[int, int]]], None],
+        send: Callable[[Kind, dict[str, Any]], None],
+        clock: Callable[[], int],
+    ) -> None:
+        self._programs = programs
+        self._parser = parser
+        self._set_ranges = set_ranges
+        self._send = send
+        self._clock = clock
+        self._known: dict[tuple[int, int, int, int], Resolved] = {}
+
+    def link_process(self, target: Target, appeared_ns: int | None) -> int:
+        """Link all that is mapped now; the number of newly linked files. A process that is gone links nothing.
+
+        Args:
+            appeared_ns: since when it could make calls unseen; None for what ran before the capture did: its
+                observation simply begins now.
+        """
+        try:
+            mappings = executable_mappings(target.pid)
+            program = os.stat(f"/proc/{target.pid}/exe").st_ino
+        except OSError:
+            return 0
+        return sum(self.link_mapping(target, m, appeared_ns, m.inode == program) for m in mappings)
+
+    def link_mapping(self, target: Target, mapping: Mapping, appeared_ns: int | None, is_program: bool = False) -> bool:
+        """Link one executable mapping if it holds hooks; True when something new was linked."""
+        library = match(mapping.path)
+        if library is None and not is_program:
+            return False
+        key = (mapping.device, mapping.inode)
+        if key in target.refused:
+            return False
+        if key in target.linked:
+            self._moved(target, target.linked[key], mapping)
+            return False
+        try:
+            return self._link_file(target, mapping, library, key, appeared_ns)
+        except ProcessLookupError:
+            return False
+        except (OSError, StallscopeError, ParserFailed) as error:
+            target.refused.add(key)
+            self._note(target, f"{clean(mapping.path)} is not linked: {error}")
+            return False
+
+    def _link_file(
+        self, target: Target, mapping: Mapping, library: str | None, key: FileKey, appeared_ns: int | None
+    ) -> bool:
+        fd = open_mapping(target.pid, mapping)
+        try:
+            resolved = self._resolve(fd, library)
+            if not resolved.points:
+                target.refused.add(key)
+                if library is not None:
+                    self._note(target, f"{clean(mapping.path)} looks like {library} and defines none of its functions")
+                return False
+            linked = LinkedLibrary(library or resolved.points[0].hook.library, clean(mapping.path))
+            self._add_ranges(target, linked, mapping, resolved.points, static=library is None)
+            self._attach(target, linked, fd, resolved.points)
+        finally:
+            os.close(fd)
+        self._place(linked, mapping, resolved.points)
+        target.linked[key] = linked
+        self._announce(target, linked, resolved, appeared_ns)
+        return True
+
+    def _announce(self, target: Target, linked: LinkedLibrary, resolved: Resolved, appeared_ns: int | None) -> None:
+        now = self._clock()
+        self._send(
+            Kind.LINK,
+            {"proc": target.proc, "library": linked.library, "path": linked.path, "build_id": resolved.build_id,
+             "hooks": sorted(p.hook.id for p in resolved.points), "at_ns": now,
+             "appeared_ns": now if appeared_ns is None else appeared_ns,
+             "method": "uprobe_multi", "missing": resolved.missing},
+        )  # fmt: skip
+        if appeared_ns is None:
+            return
+        self._send(
+            Kind.GAP,
+            {"source": "link", "proc": target.proc, "count": None, "from_ns": appeared_ns, "to_ns": now,
+             "reason": f"{linked.library} not linked yet"},
+        )  # fmt: skip
+
+    def _resolve(self, fd: int, library: str | None) -> Resolved:
+        info = os.fstat(fd)
+        key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
+        if key not in self._known:
+            if len(self._known) >= 1024:
+                self._known.clear()
+            hooks = wanted(library)
+            answer = self._parser.symbols(fd, [hook.name for hook in hooks])
+            self._known[key] = Resolved(answer.build_id, _points(answer.symbols), answer.imported, answer.stripped)
+        return self._known[key]
+
+    def _attach(self, target: Target, linked: LinkedLibrary, fd: int, points: list[Point]) -> None:
+        # Returns first: a call whose entry is seen must not lose its return.
+        pairs = [p for p in points if p.hook.mode == "PAIR"]
+        try:
+            if pairs:
+                linked.returns.append(self._link("pair_return", fd, pairs, target.pid, is_return=True))
+                returning = set(linked.returns[0].offsets)
+                points = [p for p in points if p.hook.mode != "PAIR" or p.probe_offset in returning]
+            for name in ("launch", "wait_enter", "nccl_enter"):
+                chosen = [p for p in points if program_of(p.hook) == name]
+                if chosen:
+                    linked.entries.append(self._link(name, fd, chosen, target.pid, is_return=False))
+        except BaseException:
+            for link in linked.entries + linked.returns:
+                link.close()
+            raise
+        for link in linked.entries + linked.returns:
+            for note in link.notes:
+                self._note(target, note)
+
+    def _link(self, program: str, fd: int, points: list[Point], pid: int, *, is_return: bool) -> UprobeLink:
+        return UprobeLink.attach(
+            self._programs[program],
+            fd,
+            [p.probe_offset for p in points],
+            [p.hook.cookie for p in points],
+            pid,
+            is_return,
+        )
+
+    def _add_ranges(
+        self, target: Target, linked: LinkedLibrary, mapping: Mapping, points: list[Point], *, static: bool
+    ) -> None:
+        if linked.library != "CUDART":
+            return
+        start, end = mapping.start, mapping.end
+        if static:
+            # A static runtime shares the program's text: only the hull of its functions is the runtime, or the
+            # program's own driver calls would count as the runtime's.
+            places = [p.symbol_offset for p in points if p.hook.library == "CUDART"]
+            ends = [p.symbol_offset + p.size for p in points if p.hook.library == "CUDART"]
+            start, end = (mapping.start - mapping.offset + x for x in (min(places), max(ends)))
+        if len(target.ranges) >= MAX_RANGES:
+            self._note(target, f"more than {MAX_RANGES} runtimes: driver calls from {linked.path} count as calls of their own")
+            return
+        target.ranges.append((start, end))
+        self._set_ranges(target.slot, target.ranges)
+
+    def _place(self, linked: LinkedLibrary, mapping: Mapping, points: list[Point]) -> None:
+        for p in points:
+            address = mapping.start + p.symbol_offset - mapping.offset
+            if mapping.start <= address < mapping.end:
+                linked.hooks[p.hook.id] = (address, p.size)
+
+    def _moved(self, target: Target, linked: LinkedLibrary, mapping: Mapping) -> None:
+        """A linked file mapped again (after exec, or twice): its links hold, its addresses are new."""
+        inside = any(mapping.start <= address < mapping.end for address, _ in linked.hooks.values())
+        if linked.library == "CUDART" and not inside and len(target.ranges) < MAX_RANGES:
+            target.ranges.append((mapping.start, mapping.end))
+            self._set_ranges(target.slot, target.ranges)
+
+    def _note(self, target: Target, text: str) -> None:
+        self._send(Kind.NOTE, {"at_ns": self._clock(), "proc": target.proc, "text": text})
+
+
+def _points(symbols: dict[str, Any]) -> list[Point]:
+    points: dict[int, Point] = {}
+    for name in sorted(symbols, key=lambda n: BY_NAME[n].id):
+        s = symbols[name]
+        # Aliases share an address; two probes on one address would fire twice.
+        points.setdefault(s.probe_offset, Point(BY_NAME[name], s.probe_offset, s.symbol_offset, s.size))
+    return list(points.values())
+
+
+def open_mapping(pid: int, mapping: Mapping) -> int:
+    """Descriptor of the mapped file itself, also when it was deleted or lives in another mount namespace.
+
+    The path comes from the target: whatever it leads to is taken only if it is the regular file that is mapped.
+    Raises OSError.
+    """
+    path = mapping.path.removesuffix(" (deleted)")
+    last: OSError | None = None
+    for candidate in (f"/proc/{pid}/root{path}", f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"):
+        try:
+            # O_PATH first: opening what the target put there (a pipe, a device) could block or act.
+            handle = os.open(candidate, os.O_PATH | os.O_CLOEXEC)
+        except OSError as error:
+            last = error
+            continue
+        try:
+            info = os.fstat(handle)
+            if info.st_ino == mapping.inode and stat.S_ISREG(info.st_mode):
+                return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(handle)
+    raise last or FileNotFoundError(f"{clean(path)} is no longer the file that is mapped")

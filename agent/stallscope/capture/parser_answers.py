@@ -1,0 +1,183 @@
+"""Checks what the parser answers. The parser reads hostile bytes, so it may be in somebody else's hands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+__all__ = ["ElfSymbols", "InferredFrame", "ParserFailed", "Symbol", "check_frames", "check_needs", "check_symbols"]
+
+ADDRESS_LIMIT = 1 << 47
+MAX_SEGMENTS, MAX_NEEDED, MAX_NOTES, MAX_FRAMES, MAX_NEEDS, MAX_NEED_BYTES = 512, 256, 8, 64, 256, 64
+BUILD_ID = re.compile(r"(?:[0-9a-f]{2}){1,64}")
+MACHINE = re.compile(r"[a-z0-9_]{1,16}")
+
+
+class ParserFailed(Exception):
+    """The parser refused an input, broke a rule, or died. `died`: it was the process, not the input."""
+
+    def __init__(self, what: str, obj: str, why: str, *, died: bool = False) -> None:
+        super().__init__(f"{what}: {obj}: {why}")
+        self.what = what
+        self.object = obj
+        self.why = why
+        self.died = died
+
+
+class Symbol(NamedTuple):
+    """A defined function. Offsets in the file, `size` in bytes (0 = not said), `vaddr` before relocation.
+
+    `probe_offset` is `symbol_offset`, or 4 more behind an endbr64. `table`: "dynsym" or "symtab".
+    """
+
+    probe_offset: int
+    symbol_offset: int
+    size: int
+    vaddr: int
+    table: str
+
+
+class ElfSymbols(NamedTuple):
+    """What a file defines of the names asked for.
+
+    Attributes:
+        kind: "program" or "library".
+        rejected: name -> why no probe can stand there ("ifunc", "outside").
+        imported: names the file only uses.
+        exec_segments: (vaddr, bytes in the file, file offset) of executable segments.
+        stripped: it has no .symtab, so a static runtime in it can't be seen by name.
+        notes: what of it could not be read.
+    """
+
+    build_id: str | None
+    soname: str | None
+    needed: list[str]
+    machine: str
+    kind: str
+    symbols: dict[str, Symbol]
+    rejected: dict[str, str]
+    imported: list[str]
+    exec_segments: list[tuple[int, int, int]]
+    stripped: bool
+    defined_any: bool
+    notes: list[str]
+
+
+class InferredFrame(NamedTuple):
+    """A hooked call under way: stack address of its return address, that address, and the evidence.
+
+    `evidence` is "call_site" (the call before the return address goes to the hook) or "unwound".
+    """
+
+    hook_id: int
+    slot_addr: int
+    return_addr: int
+    evidence: str
+
+
+def _wrong(what: str) -> ParserFailed:
+    return ParserFailed("the parser's answer is refused", what, "out of bounds", died=True)
+
+
+def number(value: object, low: int, high: int, what: str) -> int:
+    """Return an integer in [low, high); raises ParserFailed for anything else."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < high:
+        raise _wrong(what)
+    return value
+
+
+def text(value: object, limit: int, what: str) -> str:
+    """Return a string of at most `limit` characters with unprintable ones replaced; raises ParserFailed."""
+    if not isinstance(value, str) or len(value) > limit:
+        raise _wrong(what)
+    return "".join(c if c.isprintable() else "?" for c in value)
+
+
+def items(value: object, limit: int, what: str, width: int | None = None) -> list[Any]:
+    """Return a list of at most `limit` members, each a list of `width` if given; raises ParserFailed."""
+    if not isinstance(value, list) or len(value) > limit:
+        raise _wrong(what)
+    if width is not None and any(not isinstance(v, list) or len(v) != width for v in value):
+        raise _wrong(what)
+    return value
+
+
+def _one_of(value: object, allowed: Iterable[str], what: str) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise _wrong(what)
+    return value
+
+
+def _mapping(value: object, names: frozenset[str], what: str) -> dict[str, Any]:
+    """Return a map whose keys were all asked for; raises ParserFailed."""
+    if not isinstance(value, dict) or not value.keys() <= names:
+        raise _wrong(what)
+    return value
+
+
+def check_symbols(answer: dict[str, Any], names: frozenset[str], file_size: int) -> ElfSymbols:
+    """Check an answer to "symbols": only names asked for, all offsets inside the file; raises ParserFailed."""
+    symbols = _mapping(answer.get("symbols"), names, "symbols")
+    rejected = _mapping(answer.get("rejected"), names, "rejected")
+    build_id, soname = answer.get("build_id"), answer.get("soname")
+    if build_id is not None and not (isinstance(build_id, str) and BUILD_ID.fullmatch(build_id)):
+        raise _wrong("build_id")
+    machine = text(answer.get("machine"), 16, "machine")
+    if not MACHINE.fullmatch(machine):
+        raise _wrong("machine")
+    checked = {name: _symbol(value, file_size) for name, value in symbols.items()}
+    return ElfSymbols(
+        build_id=build_id,
+        soname=None if soname is None else text(soname, 512, "soname"),
+        needed=[text(n, 512, "needed") for n in items(answer.get("needed"), MAX_NEEDED, "needed")],
+        machine=machine,
+        kind=_one_of(answer.get("kind"), ("program", "library"), "kind"),
+        symbols=checked,
+        rejected={n: _one_of(why, ("ifunc", "outside"), "rejected") for n, why in rejected.items()},
+        imported=[_one_of(n, names, "imported") for n in items(answer.get("imported"), len(names), "imported")],
+        exec_segments=_segments(answer.get("exec_segments"), file_size),
+        stripped=answer.get("stripped") is True,
+        defined_any=bool(checked),
+        notes=[text(n, 500, "notes") for n in items(answer.get("notes"), MAX_NOTES, "notes")],
+    )
+
+
+def _symbol(value: object, file_size: int) -> Symbol:
+    probe, symbol, size, vaddr, table = items([value], 1, "symbols", 5)[0]
+    symbol = number(symbol, 0, file_size, "symbol_offset")
+    probe = number(probe, symbol, min(symbol + 5, file_size), "probe_offset")
+    if probe not in (symbol, symbol + 4):
+        raise _wrong("probe_offset")
+    size = number(size, 0, file_size - symbol + 1, "size")
+    vaddr = number(vaddr, 1, 1 << 64, "vaddr")
+    return Symbol(probe, symbol, size, vaddr, _one_of(table, ("dynsym", "symtab"), "table"))
+
+
+def _segments(value: object, file_size: int) -> list[tuple[int, int, int]]:
+    """A truncated file's segments may reach past its end: only their start must lie inside."""
+    limit = 1 << 64
+    return [
+        (number(v, 0, limit, "vaddr"), number(s, 0, limit, "filesz"), number(o, 0, limit, "offset"))
+        for v, s, o in items(value, MAX_SEGMENTS, "exec_segments", 3)
+        if isinstance(o, int) and o < file_size
+    ]
+
+
+def check_needs(value: object) -> list[tuple[int, int]]:
+    """Check the (address, bytes) ranges the parser asks for; raises ParserFailed."""
+    rows = items(value, MAX_NEEDS, "need", 2)
+    return [(number(a, 1, ADDRESS_LIMIT, "need"), number(n, 1, MAX_NEED_BYTES + 1, "need")) for a, n in rows]
+
+
+def check_frames(value: object, hooks: frozenset[int], sp: int, stack: bytes) -> list[InferredFrame]:
+    """Check inferred frames: hooks that were asked for, slots inside the stack that hold just that address."""
+    frames = [InferredFrame(*row) for row in items(value, MAX_FRAMES, "frames", 4)]
+    for frame in frames:
+        slot = number(frame.slot_addr, sp, sp + len(stack) - 7, "slot")
+        word = int.from_bytes(stack[slot - sp : slot - sp + 8], "little")
+        if slot & 7 or number(frame.hook_id, 0, 1 << 32, "hook") not in hooks or frame.return_addr != word:
+            raise _wrong("frames")
+        number(frame.return_addr, 0, 1 << 64, "return address")
+        _one_of(frame.evidence, ("call_site", "unwound"), "evidence")
+    return frames

@@ -1,0 +1,263 @@
+"""The traced processes: adopted, forked, execed, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from stallscope.capture.linker import Linker
+from stallscope.capture.links import close_all
+from stallscope.capture.procfs import Facts, children_of, facts_of
+from stallscope.capture.tables import Tables
+from stallscope.capture.target import Target
+from stallscope.errors import TargetProblem
+from stallscope.wire.frames import Kind
+
+__all__ = ["Population"]
+
+FORK, EXEC, EXIT = 4, 5, 6
+_REC = struct.Struct("<QQIIHBBHBBIi8Q")
+
+
+class Population:
+    """Who is traced. Slots come from BPF for forked children and from here for adopted ones."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        linker: Linker,
+        send: Callable[[Kind, dict[str, Any]], None],
+        clock: Callable[[], int],
+        *,
+        follow: bool,
+    ) -> None:
+        self._tables = tables
+        self._linker = linker
+        self._send = send
+        self._clock = clock
+        self._follow = follow
+        self._by_pid: dict[int, Target] = {}
+        self._by_slot: dict[int, Target] = {}
+        self._dead: list[tuple[Target, int, int]] = []
+        self._next_proc = 1
+        self._reaper = _Reaper()
+
+    def live(self) -> list[Target]:
+        """Processes that have not ended."""
+        return list(self._by_pid.values())
+
+    def any_live(self) -> bool:
+        """Whether anything is left to trace."""
+        return bool(self._by_pid) or bool(self._dead)
+
+    def by_pid(self, pid: int) -> Target | None:
+        """The live process with this host pid, if traced."""
+        return self._by_pid.get(pid)
+
+    def proc_of_slot(self, slot: int) -> int | None:
+        """Report key of the process in a BPF slot."""
+        target = self._by_slot.get(slot)
+        return target.proc if target else None
+
+    def is_program(self, target: Target, inode: int) -> bool:
+        """Whether the file is the program itself, which may hold a static runtime."""
+        try:
+            return os.stat(f"/proc/{target.pid}/exe").st_ino == inode
+        except OSError:
+            return False
+
+    def adopt(self, pids: list[int]) -> None:
+        """Trace running processes and, when following, their descendants. Raises TargetProblem."""
+        for pid in pids:
+            self._adopt_one(pid, None, given=True)
+        if self._follow:
+            for pid in pids:
+                for child in children_of(pid):
+                    self._adopt_one(child, self._parent_proc(child), given=False)
+
+    def _parent_proc(self, pid: int) -> int | None:
+        with contextlib.suppress(OSError):
+            parent = self._by_pid.get(facts_of(pid).ppid)
+            return parent.proc if parent else None
+        return None
+
+    def _adopt_one(self, pid: int, parent: int | None, *, given: bool) -> None:
+        if pid in self._by_pid:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+            facts = facts_of(pid)
+        except OSError as error:
+            if given:
+                raise TargetProblem(
+                    f"cannot attach to pid {pid}",
+                    why="no such process" if isinstance(error, (ProcessLookupError, FileNotFoundError)) else str(error),
+                    hint="check the pid with `ps`; in a container, give the pid as this pid namespace shows it",
+                ) from error
+            return
+        slot = self._tables.slots.claim(pid)
+        if not slot:
+            os.close(pidfd)
+            self._refuse(facts, self._clock())
+            return
+        target = self._enter(facts, slot, parent, pidfd, self._clock())
+        # The process must be in the filter before its links exist, or their first hits are a stranger's.
+        self._tables.procs.add(pid, slot, follow=self._follow)
+        self._linker.link_process(target, None)
+
+    def _refuse(self, facts: Facts, appeared_ns: int) -> None:
+        self._send(
+            Kind.GAP,
+            {"source": "link", "proc": None, "count": None, "from_ns": appeared_ns, "to_ns": self._clock(),
+             "reason": f"pid {facts.pid} ({facts.name}) is not traced: no free process slot"},
+        )  # fmt: skip
+
+    def _enter(self, facts: Facts, slot: int, parent: int | None, pidfd: int, appeared_ns: int) -> Target:
+        target = Target(self._next_proc, slot, facts, parent, pidfd, appeared_ns)
+        self._next_proc += 1
+        self._by_pid[facts.pid] = target
+        self._by_slot[slot] = target
+        self._send(
+            Kind.PROCESS,
+            {"proc": target.proc, "pid": facts.pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid, "parent": parent,
+             "name": facts.name, "cmdline": facts.cmdline, "container_id": facts.container_id,
+             "start_ns": facts.start_ns, "at_ns": appeared_ns},
+        )  # fmt: skip
+        self._send(Kind.SLOT, {"slot": slot, "proc": target.proc, "at_ns": appeared_ns})
+        return target
+
+    def event(self, record: bytes) -> None:
+        """A process event from the vital ring, one `wire_rec`."""
+        ts_ns, _dur, tgid, _tid, _hook, kind, _flags, _slot, _depth, _r, _n, _status, *a = _REC.unpack(record)
+        if kind == FORK:
+            self._forked(tgid, a[0], a[1], ts_ns)
+        elif kind == EXEC:
+            self._execed(tgid, ts_ns)
+        elif kind == EXIT:
+            self._exited(tgid, a[0], ts_ns)
+
+    def _forked(self, parent_pid: int, pid: int, slot: int, ts_ns: int) -> None:
+        parent = self._by_pid.get(parent_pid)
+        inherited = parent.facts if parent else None
+        try:
+            facts = facts_of(pid)
+        except OSError:  # already gone again: what is known is the parent's
+            facts = Facts(pid, None, parent_pid, inherited.name if inherited else "?",
+                          inherited.cmdline if inherited else [], inherited.container_id if inherited else None,
+                          ts_ns, inherited.uid if inherited else 0)  # fmt: skip
+        if not slot:
+            self._refuse(facts, ts_ns)
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            pidfd = -1
+        target = self._enter(facts, slot, parent.proc if parent else None, pidfd, ts_ns)
+        self._linker.link_process(target, ts_ns)
+
+    def _execed(self, pid: int, ts_ns: int) -> None:
+        target = self._by_pid.get(pid)
+        if target is None:
+            return
+        # The links stay: they belong to the process, and a library that is mapped again is covered from its first
+        # call. Only the addresses are new.
+        target.ranges.clear()
+        target.refused.clear()
+        target.inferred.clear()
+        self._tables.ranges.set(target.slot, [])
+        with contextlib.suppress(OSError):
+            target.facts = facts_of(pid)
+        self._send(
+            Kind.IMAGE,
+            {"proc": target.proc, "at_ns": ts_ns, "name": target.facts.name, "cmdline": target.facts.cmdline},
+        )
+        self._linker.link_process(target, ts_ns)
+
+    def _exited(self, pid: int, code: int, ts_ns: int) -> None:
+        target = self._by_pid.pop(pid, None)
+        if target is not None:
+            target.ended = True
+            self._dead.append((target, code, ts_ns))
+
+    def check(self) -> None:
+        """Processes whose exit record was lost: their pidfd tells."""
+        for target in self.live():
+            if target.pidfd >= 0 and _pidfd_ended(target.pidfd):
+                self._exited(target.pid, -1, self._clock())
+
+    def bury(self, drain_all: Callable[[], None]) -> None:
+        """Last counters of ended processes, then their slots are free again. Their records must be sent first."""
+        if not self._dead:
+            return
+        drain_all()
+        dead, self._dead = self._dead, []
+        for target, code, ts_ns in dead:
+            self.send_counts(target, self._clock())
+            exit_code, signal = (None, None) if code < 0 else (code >> 8 & 0xFF, code & 0x7F or None)
+            self._send(
+                Kind.EXIT,
+                {"proc": target.proc, "at_ns": ts_ns, "code": None if signal else exit_code, "signal": signal},
+            )
+            self._reaper.close_later(*target.links())
+            target.close()
+            self._free_slot(target.slot)
+
+    def _free_slot(self, slot: int) -> None:
+        self._by_slot.pop(slot, None)
+        self._tables.counters.zero(slot)
+        self._tables.ranges.set(slot, [])
+        self._tables.slots.free(slot)
+
+    def send_counts(self, target: Target, now: int) -> None:
+        """Counters of one process that changed since they were last sent."""
+        changed = self._tables.counters.changed(target.slot)
+        if changed.hooks or changed.time_ids:
+            self._send(
+                Kind.COUNTS,
+                {"proc": target.proc, "at_ns": now, "hooks": list(changed.hooks), "counts": bytes(changed.counts),
+                 "times": list(changed.time_ids), "timed": bytes(changed.times)},
+            )  # fmt: skip
+
+    def unlink_all(self) -> None:
+        """Take every probe away; calls in flight stay in their rows."""
+        pairs = [target.links() for target in self.live()]
+        close_all([x for entries, _ in pairs for x in entries], [x for _, returns in pairs for x in returns])
+        for target in self.live():
+            target.linked.clear()
+        self._reaper.stop()
+
+
+class _Reaper:
+    """Closes the links of ended processes in a thread: the kernel takes some 20 ms a link, and a look must not wait."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[tuple[list[Any], list[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def close_later(self, entries: list[Any], returns: list[Any]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="unlink", daemon=True)
+            self._thread.start()
+        self._todo.put((entries, returns))
+
+    def _work(self) -> None:
+        while (links := self._todo.get()) is not None:
+            close_all(*links)
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _pidfd_ended(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))

@@ -1,0 +1,81 @@
+"""The BPF maps of one session, opened and set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from stallscope.capture.bpfmaps import ProcsMap
+from stallscope.capture.kernel import btf_offsets
+from stallscope.capture.rings import Conf, Ctl, Ranges, Ring, Rows, SlotCounters, Slots
+from stallscope.errors import CaptureProblem
+from stallscope.wire.hook_table import HOOKS
+
+if TYPE_CHECKING:
+    from stallscope.capture.session import Settings
+
+__all__ = ["BULK_BYTES", "VITAL_BYTES", "Tables"]
+
+BULK_BYTES = 16 << 20
+VITAL_BYTES = 4 << 20
+SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
+_OFFSETS = {16: ("task_struct", "tgid"), 17: ("task_struct", "signal"), 18: ("signal_struct", "live"),
+            19: ("task_struct", "exit_code")}  # fmt: skip
+_CONF_LONG_NS = 20
+_ALL = 0xFFFFFFFF
+
+
+def threshold(one_in: float) -> int:
+    """The largest mixed value that is recorded (native/wire.h, wire_conf). 1 in 1 = all."""
+    return _ALL if one_in <= 1 else max(1, round((1 << 32) / one_in) - 1)
+
+
+class Tables:
+    """Every map of native/wire.h with its typed view.
+
+    Args:
+        maps: map name -> descriptor; stays owned by who loaded them.
+        settings: the sampling rate and the duration from which waits are always recorded.
+    """
+
+    def __init__(self, maps: dict[str, int], settings: Settings) -> None:
+        self.vital = Ring(maps["vital"], VITAL_BYTES)
+        self.bulk = Ring(maps["bulk"], BULK_BYTES)
+        self.rows = Rows(maps["rows"])
+        self.counters = SlotCounters(maps["counts"], maps["times"])
+        self.ctl = Ctl(maps["ctl"])
+        self.conf = Conf(maps["conf"])
+        self.ranges = Ranges(maps["ranges"])
+        self.slots = Slots(maps["slots"])
+        self.procs = ProcsMap(maps["procs"])
+        self._set_up(settings)
+
+    def _set_up(self, settings: Settings) -> None:
+        found = btf_offsets(list(_OFFSETS.values()))
+        for index, key in _OFFSETS.items():
+            offset = found[key]
+            if offset is None:
+                raise CaptureProblem(
+                    "cannot follow processes",
+                    why=f"the kernel's type information has no {key[0]}.{key[1]}",
+                    hint="run `stallscope doctor`; a kernel with CONFIG_DEBUG_INFO_BTF=y is needed",
+                )
+            self.ctl.set(index, offset)
+        self.ctl.set(_CONF_LONG_NS, settings.long_ns)
+        for hook in HOOKS:
+            self.conf.set(hook.id, threshold(settings.one_in) if hook.kind in SAMPLED_KINDS else _ALL)
+
+    def inflight(self, min_age_ns: int, now_ns: int, proc_of_slot: Callable[[int], int | None]) -> list[Any]:
+        """Calls that have not returned and are at least so old, as INFLIGHT frames want them."""
+        out = []
+        for row in self.rows.inflight():
+            proc = proc_of_slot(row.slot)
+            frames = [[f.hook, f.ts_ns, f.n, f.flags, list(f.a)] for f in row.frames]
+            if proc is not None and frames and now_ns - frames[0][1] >= min_age_ns:
+                out.append([proc, row.tid, frames])
+        return out
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for view in (self.vital, self.bulk, self.rows, self.counters, self.ctl, self.conf, self.ranges, self.slots):
+            view.close()

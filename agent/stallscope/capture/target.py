@@ -1,0 +1,73 @@
+"""One traced process and what is linked in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from stallscope.capture.procfs import Facts
+
+__all__ = ["InferredCall", "LinkedLibrary", "Target"]
+
+
+@dataclass
+class LinkedLibrary:
+    """One library file linked in one process.
+
+    Attributes:
+        hooks: hook id -> (absolute address of the function, its size in bytes), for the stack search.
+        entries, returns: link objects, closed entries first.
+    """
+
+    library: str
+    path: str
+    hooks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    entries: list[Any] = field(default_factory=list)
+    returns: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class InferredCall:
+    """A call under way since before the link, as found on the thread's stack."""
+
+    tid: int
+    hook: int
+    slot_addr: int
+    return_addr: int
+    since_ns: int
+
+
+@dataclass
+class Target:
+    """A process under observation; `proc` is its key in the report, `slot` its index in the BPF tables."""
+
+    proc: int
+    slot: int
+    facts: Facts
+    parent: int | None
+    pidfd: int
+    appeared_ns: int
+    linked: dict[tuple[tuple[int, int], int], LinkedLibrary] = field(default_factory=dict)
+    refused: set[tuple[tuple[int, int], int]] = field(default_factory=set)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    inferred: list[InferredCall] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def pid(self) -> int:
+        """The host's pid."""
+        return self.facts.pid
+
+    def links(self) -> tuple[list[Any], list[Any]]:
+        """(entry links, return links) of all libraries."""
+        libraries = self.linked.values()
+        return [x for lib in libraries for x in lib.entries], [x for lib in libraries for x in lib.returns]
+
+    def close(self) -> None:
+        """Let the pidfd go; links are closed by who detaches them."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self.pidfd)
+            self.pidfd = -1

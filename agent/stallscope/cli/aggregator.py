@@ -1,0 +1,100 @@
+"""The aggregating process: frames from a socket into a recording and a report, without any privilege.
+
+`attach` starts it as ``python -m stallscope.cli.aggregator --socket-fd N [--record-fd M] [--json] --uid U --gid G``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+
+from stallscope.aggregate.state import State
+from stallscope.errors import ExitCode
+from stallscope.output.finish import finish, warm_up
+from stallscope.wire.frames import FILE_HEADER_BYTES, BadFrame, Decoder, Kind
+from stallscope.wire.privdrop import PrivilegeDropError, drop_privileges
+from stallscope.wire.recording import Ending, Recorder
+
+__all__ = ["main", "receive"]
+
+CHUNK_BYTES = 1 << 18
+MEMORY_LIMIT_BYTES = 2 << 30
+
+
+def receive(sock: socket.socket, state: State, recorder: Recorder | None) -> None:
+    """Take frames until the farewell, the end of the stream, or bytes that are no frame."""
+    # Offsets as in the recording, so that live and replayed reports name the same byte.
+    decoder = Decoder(offset=FILE_HEADER_BYTES)
+    try:
+        while data := _next(sock):
+            if recorder:
+                recorder.write(data)
+            for frame in decoder.feed(data):
+                state.apply(frame)
+                if frame.kind == Kind.BYE:
+                    return
+    except BadFrame as error:
+        state.finish(Ending(error.offset, 0, error.why))
+        return
+    state.finish(Ending(decoder.offset, decoder.pending))
+
+
+def _next(sock: socket.socket) -> bytes:
+    """The next bytes; none when the capture closed the socket or was killed."""
+    try:
+        return sock.recv(CHUNK_BYTES)
+    except OSError:
+        return b""
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="stallscope.cli.aggregator", description="internal: started by attach")
+    parser.add_argument("--socket-fd", type=int, required=True)
+    parser.add_argument("--record-fd", type=int)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--uid", type=int)
+    parser.add_argument("--gid", type=int)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until the capture ends; the exit code of `attach`."""
+    args = _arguments(argv)
+    # Ctrl-C goes to the whole foreground group; the capture decides when it is over and says so by a frame.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    warm_up(as_json=args.json)
+    if args.uid is not None:
+        try:
+            drop_privileges(args.uid, args.gid, memory=MEMORY_LIMIT_BYTES)
+        except PrivilegeDropError as error:
+            sys.stderr.write(f"cannot start the aggregator: {error}\n  next: run attach with sudo, or as root\n")
+            return ExitCode.FAILED
+    recorder = Recorder(args.record_fd) if args.record_fd is not None else None
+    state = State()
+    with socket.socket(fileno=args.socket_fd) as sock:
+        receive(sock, state, recorder)
+    return _close(state, recorder, as_json=args.json)
+
+
+def _close(state: State, recorder: Recorder | None, *, as_json: bool) -> int:
+    if recorder:
+        recorder.close()
+        if recorder.problem:
+            sys.stderr.write(
+                f"the recording is incomplete: {recorder.problem}\n"
+                "  next: the report below is whole; free space and record again if you need the file\n"
+            )
+    try:
+        return finish(state, as_json=as_json, out=sys.stdout, err=sys.stderr)
+    except BrokenPipeError:
+        # Nobody reads any more; keep the interpreter from complaining when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

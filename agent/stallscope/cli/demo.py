@@ -1,0 +1,70 @@
+"""`stallscope demo`: a simulated job, traced from its first call."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from typing import Any
+
+from stallscope.cli.attach import Attach, seconds
+from stallscope.cli.caller import caller
+from stallscope.errors import ArgumentProblem, StallscopeError
+from stallscope.paths import SIM_LIB
+
+__all__ = ["add_parser", "run"]
+
+MAX_RANKS = 16
+
+
+def ranks(text: str) -> int:
+    """Number of ranks. Raises argparse.ArgumentTypeError."""
+    if not text.isdigit() or not 1 <= int(text) <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r}: give 1 to {MAX_RANKS} ranks")
+    return int(text)
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("demo", help="a simulated job, traced", allow_abbrev=False)
+    parser.add_argument("--ranks", type=ranks, default=4, metavar="N", help="processes of the job (default 4)")
+    parser.add_argument("--fault", metavar="KIND", help="a fault to inject (not built yet)")
+    parser.add_argument("--duration", type=seconds, default=8.0, metavar="S", help="length of the job (default 8)")
+    parser.add_argument("--json", action="store_true", help="report as JSON on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the job, attach to it, let it go, report. Returns attach's exit code; raises StallscopeError."""
+    if args.fault:
+        raise ArgumentProblem(
+            "--fault can't be honoured", why="the simulated job knows no faults yet", hint="leave it out"
+        )
+    if not (SIM_LIB / "libcudart.so.12").exists():
+        raise StallscopeError(
+            "cannot start the demo", why=f"the simulated CUDA stack is not built ({SIM_LIB})", hint="run `make build`"
+        )
+    command = [sys.executable, "-I", "-m", "stallscope.sim.job", "--ranks", str(args.ranks)]
+    command += ["--duration", f"{args.duration:g}", "--hold"]
+    print(f"demo: {args.ranks} simulated ranks for {args.duration:g} s", file=sys.stderr)
+    environment = dict(os.environ, STALLSCOPE_SIM_LIB=str(SIM_LIB))
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, start_new_session=True)
+    try:
+        return _attach(args, job)
+    finally:
+        job.kill()
+        job.wait()
+
+
+def _attach(args: argparse.Namespace, job: subprocess.Popen[bytes]) -> int:
+    def go() -> None:
+        assert job.stdin is not None
+        job.stdin.write(b"go\n")
+        job.stdin.close()
+
+    wanted = argparse.Namespace(
+        pids=[job.pid], duration=None, no_children=False, sample=100.0, output=None, force=False, json=args.json,
+        backend="auto",
+    )  # fmt: skip
+    return Attach(wanted, caller(), on_attached=go).run()

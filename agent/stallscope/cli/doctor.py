@@ -1,0 +1,140 @@
+"""`stallscope doctor [PID]`: what works here, what is lost without the rest, how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stallscope.capture.libmatch import match
+from stallscope.capture.preflight import Check, preflight, target_checks, unusable
+from stallscope.capture.procfs import clean, executable_mappings
+from stallscope.capture.rights import Refusal, refusal
+from stallscope.errors import ArgumentProblem, ExitCode
+
+__all__ = ["add_parser", "run"]
+
+WIDTH = 80
+COLOURS = {"ok": "green", "missing": "red", "unknown": "yellow"}
+
+
+class Verdict(NamedTuple):
+    """Whether attach would work; `why` and `hint` where it would not."""
+
+    code: ExitCode
+    attach: str
+    why: str = ""
+    hint: str = ""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's subparsers."""
+    parser = commands.add_parser("doctor", help="what works on this machine, what is missing, how to get it")
+    parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="also look at this process")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.set_defaults(run=run)
+
+
+def verdict(checks: list[Check], about_target: list[Check]) -> Verdict:
+    """From the checks, and one more look at the cause where rights are missing."""
+    refused = refusal()
+    if refused:
+        return Verdict(ExitCode.NOT_PERMITTED, "not permitted", *refused)
+    hidden = [c for c in about_target if c.name.endswith(("/maps", "/root")) and c.state != "ok"]
+    if hidden:
+        cause = Refusal(f"{hidden[0].name}: {hidden[0].detail}", hidden[0].how_to_get_it)
+        return Verdict(ExitCode.NOT_PERMITTED, "not permitted", *cause)
+    lacking = unusable(checks)
+    if lacking:
+        why = "; ".join(f"{c.name}: {c.detail}" for c in lacking)
+        return Verdict(ExitCode.FAILED, "impossible", why, lacking[0].how_to_get_it)
+    return Verdict(ExitCode.OK, "possible")
+
+
+def libraries_of(pid: int) -> list[tuple[str, str]]:
+    """(library, path) of what is mapped and named like a CUDA library; empty when its maps can't be read."""
+    try:
+        paths = sorted({mapping.path for mapping in executable_mappings(pid)})
+    except OSError:
+        return []
+    return [(library, clean(path)) for path in paths if (library := match(path))]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the checks. Exit 0 when attach would work, 3 when it is not permitted, 1 when it can't work here.
+
+    Raises:
+        TargetProblem: no such process.
+        ArgumentProblem: a PID that can't be one.
+    """
+    if args.pid is not None and args.pid <= 0:
+        raise ArgumentProblem(f"cannot examine pid {args.pid}", why="it is no process id", hint="list them: ps -e")
+    about_target = target_checks(args.pid) if args.pid else []
+    libraries = libraries_of(args.pid) if args.pid else []
+    checks = preflight()
+    result = verdict(checks, about_target)
+    show = _print_json if args.json else _print_table
+    show(checks, about_target, libraries, result, args.pid)
+    return result.code
+
+
+def _print_json(
+    checks: list[Check], about_target: list[Check], libraries: list[tuple[str, str]], result: Verdict, pid: int | None
+) -> None:
+    answer: dict[str, Any] = {
+        "attach": result.attach,
+        "why": result.why or None,
+        "hint": result.hint or None,
+        "checks": [check._asdict() for check in checks],
+        "target": None,
+    }
+    if pid:
+        found = [{"library": library, "path": path} for library, path in libraries]
+        answer["target"] = {"pid": pid, "checks": [check._asdict() for check in about_target], "libraries": found}
+    json.dump(answer, sys.stdout, indent=2)
+    print()
+
+
+def _print_table(
+    checks: list[Check], about_target: list[Check], libraries: list[tuple[str, str]], result: Verdict, pid: int | None
+) -> None:
+    console = Console(width=min(WIDTH, _columns()), highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
+    for title, ratio in (("check", None), ("", None), ("found; what you lose; how to get it", 1)):
+        table.add_column(title, ratio=ratio, overflow="fold")
+    for check in [*checks, *about_target]:
+        table.add_row(Text(check.name), Text(check.state, COLOURS[check.state]), _told(check))
+    console.print(table)
+    for library, path in libraries:
+        console.print(Text(f"pid {pid} maps {library}: {path}"))
+    if pid and not libraries:
+        console.print(Text(f"pid {pid} maps no library named like CUDA's; a program may also hold the runtime itself"))
+    console.print(_conclusion(result))
+
+
+def _columns() -> int:
+    try:
+        return max(40, os.get_terminal_size(sys.stdout.fileno()).columns)
+    except OSError:
+        return WIDTH
+
+
+def _told(check: Check) -> Text:
+    text = Text(check.detail)
+    if check.what_you_lose:
+        text.append(f"\n  lost: {check.what_you_lose}")
+    if check.how_to_get_it:
+        text.append(f"\n  get it: {check.how_to_get_it}")
+    return text
+
+
+def _conclusion(result: Verdict) -> Text:
+    if result.code == ExitCode.OK:
+        return Text("stallscope attach works here", "bold green")
+    return Text(f"attach is {result.attach}: {result.why}\n  next: {result.hint}", "bold red")

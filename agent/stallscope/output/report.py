@@ -1,0 +1,201 @@
+"""The JSON report, schema stallscope.report/1."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stallscope.aggregate.communicators import Communicator, root_address
+from stallscope.aggregate.process import Process
+from stallscope.aggregate.state import State
+from stallscope.diagnose.accounting import Accounting, account
+from stallscope.diagnose.hidden import hidden
+from stallscope.diagnose.stalls import Stall, stalls
+from stallscope.output.calls import call_rows
+from stallscope.output.flight import flight_rows
+from stallscope.output.rows import Row, bound, since
+
+__all__ = ["SCHEMA", "build_report", "report_json"]
+
+SCHEMA = "stallscope.report/1"
+
+
+def report_json(state: State) -> str:
+    """The report as text: the same bytes for the same frames."""
+    return json.dumps(build_report(state), indent=1) + "\n"
+
+
+def build_report(state: State) -> Row:
+    """The report as a dict. Sections that nothing fills yet are there and empty, so that readers find every key."""
+    accounting = account(state)
+    table = sorted(state.processes.table.values(), key=lambda p: p.order)
+    return {
+        "schema": SCHEMA,
+        "capture": _capture(state, accounting),
+        "processes": [_process(state, p) for p in table],
+        "calls": call_rows(state, accounting),
+        "communicators": [_communicator(state, c) for c in state.communicators.table.values()],
+        "collectives": [],
+        "in_flight": flight_rows(state),
+        "stalls": [_stall(state, accounting, s) for s in stalls(state)],
+        "episodes": [],
+        "incidents": [],
+        "witnesses": [],
+        "startup": [],
+        "steps": None,
+        "workers": [],
+        "gpu": [],
+    }
+
+
+def _capture(state: State, accounting: Accounting) -> Row:
+    capture = state.capture
+    start = capture.start_mono_ns if capture else 0
+    row: Row = {
+        "start_unix_ns": str(capture.start_unix_ns) if capture else None,
+        "duration_ns": state.now_ns - start if capture else None,
+        "host": capture.host if capture else None,
+        "sources": capture.sources if capture else [],
+        "targets": capture.targets if capture else [],
+        "sample_one_in": capture.sample_one_in if capture else None,
+        "ended": state.reason,
+        "events": accounting.events,
+        "lost": accounting.lost,
+        "lost_by": {name: n for name, n in sorted(state.lost_by.items()) if n},
+        "sampled_out": accounting.sampled_out,
+        "filtered": {"rule": accounting.filtered} if accounting.filtered else {},
+        "gaps": [_gap(state, gap) for gap in sorted(state.gaps, key=lambda g: (g.from_ns, g.to_ns))],
+        "notes": _notes(state, accounting),
+        "cost": _cost(state),
+    }
+    ended = state.complete and state.dropped is None
+    bound(row, not ended, "duration_ns", "lost", "sampled_out")
+    bound(row, accounting.events_bounded, "events")
+    return row
+
+
+def _gap(state: State, gap: Any) -> Row:
+    return {
+        "source": gap.source,
+        "proc": gap.proc,
+        "count": gap.missed,
+        "from_ns": since(state, gap.from_ns),
+        "to_ns": since(state, gap.to_ns),
+        "reason": gap.reason,
+    }
+
+
+def _notes(state: State, accounting: Accounting) -> list[str]:
+    told = [f"{_named(state, proc)}{text}" for proc, text in state.notes]
+    notes = [*told, *hidden(state), *accounting.notes, *state.overflow.notes()]
+    if state.unknown_kinds:
+        notes.append(f"{state.unknown_kinds} frames of a kind that this version does not know were skipped")
+    if state.processes.unknown_frames:
+        notes.append(f"{state.processes.unknown_frames} frames about processes that are not in the table were skipped")
+    return notes
+
+
+def _named(state: State, proc: int | None) -> str:
+    process = state.processes.table.get(proc) if proc is not None else None
+    return f"{process.name} (pid {process.pid}): " if process else ""
+
+
+def _cost(state: State) -> Row | None:
+    if state.cost is None:
+        return None
+    named = {name: {"cpu_ns": cpu, "rss_bytes": rss} for name, (cpu, rss) in sorted(state.cost.processes.items())}
+    return {"cpu_ns": state.cost.cpu_ns, "rss_bytes": state.cost.rss_bytes, "processes": named}
+
+
+def _process(state: State, process: Process) -> Row:
+    ended = process.exit
+    row: Row = {
+        "proc": process.proc,
+        "host": state.capture.host if state.capture else None,
+        "pid": process.pid,
+        "ns_pid": process.ns_pid,
+        "parent": process.parent,
+        "name": process.name,
+        "cmdline": process.cmdline,
+        "container_id": process.container_id,
+        "role": None,
+        "global_rank": None,
+        "start_ns": since(state, process.start_ns),
+        "first_cuda_at_ns": None,
+        "exit": ended
+        and {"code": ended.code, "signal": ended.signal, "sender": None, "at_ns": since(state, ended.at_ns)},
+        "trace_context": {},
+        "observed_from_ns": since(state, min((link.at_ns for link in process.links), default=None)),
+        "libraries": [{"library": link.library, "path": link.path} for link in process.links],
+    }
+    if process.first_cuda_ns is not None and _born_here(state, process):
+        row["first_cuda_at_ns"] = since(state, process.first_cuda_ns)
+        # The first call may have been sampled out or made before the link.
+        row["first_cuda_at_ns_is"] = "estimated"
+        if _first_is_exact(state, process):
+            del row["first_cuda_at_ns_is"]
+    return row
+
+
+def _born_here(state: State, process: Process) -> bool:
+    """Whether the process had no CUDA before the capture began: else its first call lies in the unknown past."""
+    start = state.capture.start_mono_ns if state.capture else 0
+    first = min((link for link in process.links if link.library != "NCCL"), key=lambda link: link.at_ns, default=None)
+    return process.start_ns >= start or (first is not None and first.appeared_ns < first.at_ns)
+
+
+def _first_is_exact(state: State, process: Process) -> bool:
+    complete = state.capture is not None and state.capture.sample_one_in == 1
+    return complete and not any(gap.proc in (None, process.proc) for gap in state.gaps)
+
+
+def _communicator(state: State, comm: Communicator) -> Row:
+    return {
+        "id": comm.id,
+        "uid": comm.uid,
+        "unique_id": comm.unique_id.hex() if comm.unique_id else None,
+        "comm_hash": None,
+        "log_comm_id": None,
+        "root_addr": root_address(comm.unique_id) if comm.unique_id else None,
+        "nranks": comm.nranks,
+        "parent": comm.parent,
+        "identity": "verified" if comm.verified else "unverified",
+        "status": comm.status,
+        "members": [_member(state, member) for member in comm.members],
+    }
+
+
+def _member(state: State, member: Any) -> Row:
+    at = (member.proc, member.pointer)
+    return {
+        "proc": member.proc,
+        "pid": member.pid,
+        "rank": member.rank,
+        "global_rank": None,
+        "device": member.device,
+        "next_seq": state.events.next_seq.get(at, 0) if member.pointer else None,
+        "status": member.status,
+    }
+
+
+def _stall(state: State, accounting: Accounting, stall: Stall) -> Row:
+    timing = stall.timing
+    row: Row = {
+        "proc": stall.process.proc,
+        "pid": stall.process.pid,
+        "kind": stall.hook.stall_kind,
+        "cause": stall.cause,
+        "api": stall.hook.name,
+        "site": None,
+        "user_site": None,
+        "count": timing.calls,
+        "total_ns": timing.total_ns,
+        "max_ns": timing.max_ns,
+        "p50_ns": timing.p50_ns,
+        "p50_ns_is": "estimated",
+        "p99_ns": timing.p99_ns,
+        "p99_ns_is": "estimated",
+        "longest": [{"at_ns": since(state, at), "duration_ns": ns, "stack": None} for ns, at in stall.longest],
+    }
+    bound(row, stall.cut or accounting.unsure(stall.process.proc, stall.hook.id), "count", "total_ns", "max_ns")
+    return row

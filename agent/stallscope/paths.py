@@ -1,0 +1,14 @@
+"""Where the parts that are not Python lie: probes, the compiled BPF object, the simulated CUDA stack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["BPF_OBJECT", "BUILD", "PROBES", "SIM_LIB", "WIRE_HEADER"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBES = ROOT / "probes"
+WIRE_HEADER = ROOT / "native" / "wire.h"
+BUILD = ROOT / "build"
+BPF_OBJECT = BUILD / "probes" / "stallscope.bpf.o"
+SIM_LIB = BUILD / "sim" / "lib"

@@ -1,0 +1,81 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What Python calls: the reading side of the rings and maps that probes/ fills. cffi reads this header too (WIRE_CDEF).
+ *
+ * Descriptors stay the caller's: every open maps, none keeps or closes the descriptor, except perf__open, which says so.
+ * Results: 0 or a count, or a negative errno. Nothing here is safe to call from two threads on one object.
+ */
+#ifndef STALLSCOPE_DRAIN_H
+#define STALLSCOPE_DRAIN_H
+
+#ifndef WIRE_CDEF
+#include <stddef.h>
+#include <stdint.h>
+#include "wire.h"
+#endif
+
+/* ring.c: a BPF ring buffer of `size` bytes, a power of two and at least a page. */
+struct ring;
+struct ring_batch {
+  uint8_t *recs, *uids; /* where wire_rec and wire_uid_rec go, back to back */
+  uint32_t max_recs, max_uids;
+  uint32_t n_recs, n_uids; /* set by ring__drain */
+};
+int ring__open(int fd, uint64_t size, struct ring **out);
+void ring__close(struct ring *r);
+int ring__drain(struct ring *r, struct ring_batch *batch);
+uint64_t ring__pending(const struct ring *r);
+uint64_t ring__skipped(const struct ring *r); /* records of no known size */
+uint64_t ring__corrupt(const struct ring *r); /* times the ring made no sense and all that was pending was dropped */
+
+/* rows.c: the thread table. */
+struct rows;
+struct rows_thread {
+  uint32_t tid, slot;
+  uint64_t calls;
+};
+int rows__open(int fd, struct rows **out);
+void rows__close(struct rows *r);
+int rows__inflight(struct rows *r, struct wire_row *out, uint32_t max);
+int rows__of_tgid(struct rows *r, uint32_t tgid, struct rows_thread *out, uint32_t max);
+int rows__calls(struct rows *r, uint32_t tgid, uint32_t tid, uint64_t *calls); /* 1 found, 0 not */
+int rows__release(struct rows *r, uint32_t tgid);
+uint64_t rows__torn(const struct rows *r); /* rows left out because their owner kept writing */
+
+/* counters.c: counts and times of one process slot at a time. */
+struct counters;
+struct counters_delta {
+  uint32_t n_counts, n_times;
+  uint16_t hooks[WIRE_HOOKS], timed[WIRE_TIMES];
+  struct wire_count counts[WIRE_HOOKS];
+  struct wire_time times[WIRE_TIMES];
+};
+int counters__open(int counts_fd, int times_fd, struct counters **out);
+void counters__close(struct counters *c);
+int counters__changed(struct counters *c, uint32_t slot, struct counters_delta *out);
+int counters__zero(struct counters *c, uint32_t slot);
+
+/* table.c: a small array map as rows of 64-bit words. */
+struct table;
+int table__open(int fd, uint32_t row_words, uint32_t rows, struct table **out);
+void table__close(struct table *t);
+int table__get(const struct table *t, uint32_t row, uint32_t word, uint64_t *value);
+int table__set(struct table *t, uint32_t row, uint32_t word, uint64_t value);
+int table__claim(struct table *t, uint64_t owner); /* row whose word 0 went from 0 to owner; row 0 is never used */
+
+/* perf.c: one perf_event ring; raw records. */
+struct perf;
+int perf__open(int fd, uint32_t pages, struct perf **out); /* takes fd over, on success only */
+void perf__close(struct perf *p);
+int perf__drain(struct perf *p, uint8_t *out, uint32_t max);
+
+/* btf.c: offsets of struct members, in bytes. */
+struct btf;
+int btf__open(const char *path, struct btf **out);
+void btf__close(struct btf *b);
+int64_t btf__offset(const struct btf *b, const char *type, const char *member);
+
+/* syscalls.c */
+int sys__bpf(int command, void *attr, uint32_t size);
+int sys__perf_event_open(void *attr, int pid, int cpu, int group, uint64_t flags);
+#endif

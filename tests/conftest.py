@@ -1,0 +1,94 @@
+"""What several tests need: rights to use BPF, the built object, a C compiler.
+
+Privileged tests have three states. STALLSCOPE_ROOT_TESTS unset: they run where they can, else they skip and say why.
+STALLSCOPE_ROOT_TESTS=1: a skip is a failure. STALLSCOPE_ROOT_TESTS=0: they skip.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def unavailable(reason: str) -> None:
+    """Skip the test, or fail it where everything has to run."""
+    if os.environ.get("STALLSCOPE_ROOT_TESTS") == "1":
+        pytest.fail(f"STALLSCOPE_ROOT_TESTS=1, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def needs_tool() -> Callable[[str], str]:
+    """Gives the path of a program that the test can't do without."""
+
+    def path_of(name: str) -> str:
+        found = shutil.which(name)
+        if not found:
+            unavailable(f"{name} is not installed")
+        return str(found)
+
+    return path_of
+
+
+@pytest.fixture(scope="session")
+def _bpf_refusal() -> str:
+    from stallscope.capture.rights import has_uprobe_multi, refusal
+
+    found = refusal()
+    if found:
+        return found.why
+    return "" if has_uprobe_multi() else "this kernel has no uprobe_multi"
+
+
+@pytest.fixture
+def needs_bpf(_bpf_refusal: str) -> None:
+    """The test loads and links BPF programs."""
+    if os.environ.get("STALLSCOPE_ROOT_TESTS") == "0":
+        pytest.skip("STALLSCOPE_ROOT_TESTS=0")
+    if _bpf_refusal:
+        unavailable(_bpf_refusal)
+
+
+@pytest.fixture
+def needs_bcc() -> None:
+    """The test compiles with bcc."""
+    places = ("python3*/dist-packages/bcc", "python3*/site-packages/bcc")
+    if not any(True for place in places for _ in Path("/usr/lib").glob(place)):
+        unavailable("bcc is not installed (apt install python3-bpfcc)")
+
+
+@pytest.fixture
+def needs_root() -> None:
+    """The test drops capabilities or changes owners."""
+    if os.environ.get("STALLSCOPE_ROOT_TESTS") == "0":
+        pytest.skip("STALLSCOPE_ROOT_TESTS=0")
+    if os.geteuid():
+        unavailable("not root")
+
+
+@pytest.fixture(scope="session")
+def bpf_object(tmp_path_factory: pytest.TempPathFactory, needs_tool: Callable[[str], str]) -> Path:
+    """The programs, compiled from this tree's source: the one in build/ may be older."""
+    clang = needs_tool("clang")
+    path = tmp_path_factory.mktemp("bpf") / "stallscope.bpf.o"
+    arch = {"x86_64": "x86", "aarch64": "arm64"}[platform.machine()]
+    flags = ["-O2", "-g", "-target", "bpf", f"-D__TARGET_ARCH_{arch}", "-DWIRE_BPF", "-c"]
+    folders = [f"{ROOT}/native", f"{ROOT}/probes", f"/usr/include/{platform.machine()}-linux-gnu"]
+    command = [
+        clang,
+        *flags,
+        *(f"-I{folder}" for folder in folders),
+        f"{ROOT}/probes/stallscope.bpf.c",
+        "-o",
+        str(path),
+    ]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return path

@@ -1,0 +1,1 @@
+"""Whether the real CUDA stack hits the symbols that stallscope hooks: counted, step by step, without BPF."""

@@ -1,0 +1,81 @@
+"""`stallscope doctor` as a person or a script sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def doctor(*arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, sys.executable, "-m", "stallscope.cli.main", "doctor", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "agent")}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_table_fits_a_terminal(needs_bpf: None) -> None:
+    done = doctor()
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in done.stdout
+    assert done.returncode in (0, 1) and lines[-1]
+
+
+def test_json_agrees_with_the_exit_code(needs_bpf: None) -> None:
+    done = doctor("--json")
+    answer = json.loads(done.stdout)
+    assert (answer["attach"] == "possible") == (done.returncode == 0)
+    assert answer["target"] is None
+    for check in answer["checks"]:
+        assert set(check) == {"name", "state", "detail", "what_you_lose", "how_to_get_it"}
+        assert check["state"] in ("ok", "missing", "unknown")
+
+
+def test_a_process_with_a_cuda_library(needs_bpf: None, needs_tool: Callable[[str], str], tmp_path: Path) -> None:
+    cc, library = needs_tool("cc"), tmp_path / "libcudart.so.12"
+    (tmp_path / "empty.c").write_text("int something(void) { return 1; }")
+    subprocess.run([cc, "-shared", "-fPIC", "-o", library, tmp_path / "empty.c"], check=True)
+    waits = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", waits, str(library)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline() == b"1\n"
+        answer = json.loads(doctor("--json", str(process.pid)).stdout)
+        assert f"maps CUDART: {library}" in doctor(str(process.pid)).stdout.replace("\n", "")
+        process.kill()
+    assert answer["target"]["libraries"] == [{"library": "CUDART", "path": str(library)}]
+    assert [check["state"] for check in answer["target"]["checks"]] == ["ok"] * 3
+
+
+def test_not_permitted_is_exit_3(needs_bpf: None, needs_root: None, needs_tool: Callable[[str], str]) -> None:
+    drop = (needs_tool("capsh"), "--drop=cap_bpf,cap_sys_admin", "--", "-c", 'exec "$0" "$@"')
+    done = doctor("--json", prefix=drop)
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["attach"]) == (3, "not permitted")
+    assert "CAP_BPF" in answer["why"]
+    states = {check["name"]: check["state"] for check in answer["checks"]}
+    assert (states["CAP_BPF"], states["CAP_PERFMON"], states["uprobe_multi"]) == ("missing", "ok", "unknown")
+    assert "attach is not permitted: this process lacks CAP_BPF" in doctor(prefix=drop).stdout
+
+
+@pytest.mark.parametrize("capability", ["CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH"])
+def test_each_capability_has_its_line(
+    needs_bpf: None, needs_root: None, needs_tool: Callable[[str], str], capability: str
+) -> None:
+    drop = (needs_tool("capsh"), f"--drop={capability.lower()}", "--", "-c", 'exec "$0" "$@"')
+    checks = {check["name"]: check for check in json.loads(doctor("--json", prefix=drop).stdout)["checks"]}
+    assert checks[capability]["state"] == "missing"
+    assert checks[capability]["what_you_lose"] and checks[capability]["how_to_get_it"]
+
+
+@pytest.mark.parametrize("pid", ["0", "-3", "4190000"])
+def test_no_such_process(pid: str) -> None:
+    done = doctor("--", pid)
+    assert done.returncode in (1, 2)
+    assert "cannot examine pid" in done.stderr and "Traceback" not in done.stderr
