@@ -168,10 +168,12 @@ def arguments() -> argparse.Namespace:
 
 
 def print_facts(found: dict[str, Any]) -> None:
-    """Two lines."""
+    """Two lines, and a third when the figures deserve less trust."""
     load_average = " ".join(f"{x:.2f}" for x in found["load"])
     print(f"{found['cpu']}, {found['cpus']} CPUs, Linux {found['kernel']}, {found['bpftrace']}")
     print(f"load average {load_average}")
+    if found["load"][0] > 1:
+        print("note: other jobs run here; the NCCL pair suffers most from them")
 
 
 def finish(figures: list[Figure], quick: bool) -> int:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["ArgumentProblem", "CaptureProblem", "ExitCode", "PermissionProblem", "RecordingProblem", "StallscopeError", "TargetProblem"]
+__all__ = [
+    "ArgumentProblem",
+    "CaptureProblem",
+    "ExitCode",
+    "PermissionProblem",
+    "RecordingProblem",
+    "StallscopeError",
+    "TargetProblem",
+]
 
 
 class ExitCode(IntEnum):

@@ -37,6 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for the page and the data instead of docs/ and build/")
     parser.add_argument("--seconds", type=float, default=420, help="for all steps; taking the probes away comes on top")
     parser.add_argument("--steps", help="only these, with commas between")
+    parser.add_argument("--match", help="count only hooks whose whole name matches this regular expression")
     for hidden in ("--worker", "--pipes", "--options", "--nccl-peer"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--cpu", type=int, help=argparse.SUPPRESS)
@@ -59,14 +60,16 @@ def work(args: argparse.Namespace) -> int:
 
 
 def _own_copies(args: argparse.Namespace) -> None:
-    """Put the named libraries into the output folder: other processes' calls into a file of their own don't count."""
+    """Copy the named libraries: other processes' calls into a file of our own don't count."""
     folder = _places(args)[0].parent / "lib"
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["LD_LIBRARY_PATH"] = str(folder.resolve())
+    # The simulated runtime finds the simulated driver; NVIDIA's runtime is never led to it.
+    if args.libcuda and args.libcudart and Path(args.libcuda).parent == Path(args.libcudart).parent:
+        os.environ["LD_LIBRARY_PATH"] = str((folder / "libcuda").resolve())
     for name in ("libcuda", "libcudart"):
         path = getattr(args, name)
         if path and Path(path).exists():
-            copy = folder / Path(path).name
+            copy = folder / name / Path(path).name
+            copy.parent.mkdir(parents=True, exist_ok=True)
             copy.unlink(missing_ok=True)
             shutil.copy(path, copy)
             setattr(args, name, str(copy.resolve()))
@@ -94,7 +97,8 @@ def collect(args: argparse.Namespace) -> int:
     """Run the steps; the page is written anew after each, so that a late kill loses little."""
     if args.dry:
         _own_copies(args)
-    conductor = Conductor({"libcuda": args.libcuda, "libcudart": args.libcudart}, time.monotonic() + args.seconds)
+    options = {"libcuda": args.libcuda, "libcudart": args.libcudart, "match": args.match or ".*"}
+    conductor = Conductor(options, time.monotonic() + args.seconds)
     first = conductor.run(steps.GPU)
     if first["state"] != "ran" and not args.dry:
         print(f"no GPU: {first['reason']}")
@@ -133,7 +137,7 @@ def _finish(conductor: Conductor, results: list[Result]) -> int:
 
 
 def _counted(conductor: Conductor) -> set[str]:
-    return {label.partition(":")[0] for label in conductor.counters.read()}
+    return set(conductor.counters.read())
 
 
 def write(args: argparse.Namespace, conductor: Conductor, results: list[Result]) -> None:

@@ -66,7 +66,9 @@ def script(text: str, **env: str) -> str:
     """Runs Python with a fresh runtime `rt`: settings are read once a process."""
     head = "import ctypes, time, os\nfrom cuda_calls import *\nrt = Runtime()\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/targets"), "STALLSCOPE_SIM_LIB": str(SIM), **env}
-    done = subprocess.run([sys.executable, "-c", head + text], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", head + text], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -111,7 +113,10 @@ print((time.thread_time_ns() - cpu) / (time.monotonic_ns() - wall))
 """
 
 
-@pytest.mark.parametrize("wait, flags, spins", [("", 0, False), ("block", 0, False), ("spin", 0, True), ("block", 1, True), ("spin", 4, False)])
+@pytest.mark.parametrize(
+    "wait, flags, spins",
+    [("", 0, False), ("block", 0, False), ("spin", 0, True), ("block", 1, True), ("spin", 4, False)],
+)
 def test_wait_sleeps_or_spins(wait: str, flags: int, spins: bool) -> None:
     before = f'rt.call("cudaSetDeviceFlags", {flags})' if flags else ""
     share = float(script(CPU_SHARE.format(before=before), STALLSCOPE_SIM_WAIT=wait))
@@ -287,7 +292,10 @@ def test_2d_copy_respects_pitches(rt: Runtime) -> None:
 
 
 def test_memory_runs_out() -> None:
-    text = 'p = ctypes.c_void_p(); print(*[rt.library.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(n << 20)) for n in (60, 60, 4)])'
+    text = """
+pointer = ctypes.c_void_p()
+print(*[rt.library.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size << 20)) for size in (60, 60, 4)])
+"""
     assert script(text, STALLSCOPE_SIM_MEMORY_MB="64") == "0 2 0"
 
 
@@ -418,7 +426,10 @@ for address, name in ((0x1000, b"void gemm<float>"), (0x2000, b"reduce_all"), (0
     rt.call("cudaEventElapsedTime", ctypes.byref(elapsed), first, second)
     print(round(elapsed.value, 3), end=" ")
 """
-    assert script(text, STALLSCOPE_SIM_KERNELS="gemm=3000000,reduce_*=2000000", STALLSCOPE_SIM_KERNEL_NS="1000000") == "3.0 2.0 1.0"
+    assert (
+        script(text, STALLSCOPE_SIM_KERNELS="gemm=3000000,reduce_*=2000000", STALLSCOPE_SIM_KERNEL_NS="1000000")
+        == "3.0 2.0 1.0"
+    )
 
 
 @pytest.mark.parametrize("version", ["12", "13"])
@@ -450,7 +461,10 @@ def test_errors_are_told_and_stick(rt: Runtime) -> None:
 
 def test_without_a_driver_every_call_says_so(tmp_path: Path) -> None:
     shutil.copy(SIM / "libcudart.so.12", tmp_path)
-    text = f'rt = Runtime("{tmp_path}/libcudart.so.12"); print(rt.library.cudaFree(None), rt.library.cudaDeviceSynchronize())'
+    text = f"""
+rt = Runtime("{tmp_path}/libcudart.so.12")
+print(rt.library.cudaFree(None), rt.library.cudaDeviceSynchronize())
+"""
     assert script(text) == "35 35"
 
 
@@ -459,16 +473,21 @@ def test_driver_needs_initialisation_and_context() -> None:
 cu = ctypes.CDLL("{SIM}/libcuda.so.1")
 stream, context = ctypes.c_void_p(), ctypes.c_void_p()
 create = lambda: cu.cuStreamCreate(ctypes.byref(stream), 0)
-print(create(), cu.cuInit(0), create(), cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), cu.cuCtxSetCurrent(context), create())
+print(create(), cu.cuInit(0), create())
+print(cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), cu.cuCtxSetCurrent(context), create())
 """
-    assert script(text) == "3 0 201 0 0 0"
+    assert script(text) == "3 0 201\n0 0 0"
 
 
 def test_entry_points_are_the_exported_ones(rt: Runtime) -> None:
     rt.call("cudaFree", None)
     driver = ctypes.CDLL(str(SIM / "libcuda.so.1"))
     address, status = ctypes.c_void_p(), ctypes.c_int()
-    asked = {b"cuLaunchKernel": "cuLaunchKernel", b"cuMemAlloc": "cuMemAlloc_v2", b"cuStreamBeginCapture": "cuStreamBeginCapture_v2"}
+    asked = {
+        b"cuLaunchKernel": "cuLaunchKernel",
+        b"cuMemAlloc": "cuMemAlloc_v2",
+        b"cuStreamBeginCapture": "cuStreamBeginCapture_v2",
+    }
     for symbol, exported in asked.items():
         rt.call("cudaGetDriverEntryPoint", symbol, ctypes.byref(address), ctypes.c_ulonglong(0), ctypes.byref(status))
         assert address.value == ctypes.cast(getattr(driver, exported), ctypes.c_void_p).value
@@ -481,18 +500,24 @@ def test_entry_points_are_the_exported_ones(rt: Runtime) -> None:
 
 def hook_names(library: str) -> set[str]:
     names = set()
-    for twin, name in re.findall(rf"^HOOK(_PTSZ|_PTDS)?\(\d+, {library}, (\w+),", (ROOT / "probes/hooks.def").read_text(), re.M):
+    for twin, name in re.findall(
+        rf"^HOOK(_PTSZ|_PTDS)?\(\d+, {library}, (\w+),", (ROOT / "probes/hooks.def").read_text(), re.M
+    ):
         names |= {name, name + twin.lower()}
     return names
 
 
 def exports(library: str) -> dict[str, str]:
-    out = subprocess.run(["nm", "-D", "--defined-only", str(SIM / library)], check=True, capture_output=True, text=True).stdout
+    out = subprocess.run(
+        ["nm", "-D", "--defined-only", str(SIM / library)], check=True, capture_output=True, text=True
+    ).stdout
     symbols = [line.split()[-1].split("@@") for line in out.splitlines() if " T " in line]
     return {symbol[0]: symbol[-1] for symbol in symbols}
 
 
-@pytest.mark.parametrize("library, hooks", [("libcudart.so.12", "CUDART"), ("libcudart.so.13", "CUDART"), ("libcuda.so.1", "CUDA")])
+@pytest.mark.parametrize(
+    "library, hooks", [("libcudart.so.12", "CUDART"), ("libcudart.so.13", "CUDART"), ("libcuda.so.1", "CUDA")]
+)
 def test_every_hooked_function_is_exported(library: str, hooks: str) -> None:
     gone = {"cudaThreadSynchronize"} if library.endswith("13") else set()
     assert hook_names(hooks) - set(exports(library)) == gone
@@ -507,7 +532,9 @@ def test_symbols_carry_the_soname_as_version(library: str) -> None:
 
 def test_no_two_functions_share_an_address() -> None:
     for library in ("libcudart.so.12", "libcuda.so.1"):
-        out = subprocess.run(["nm", "-D", "--defined-only", str(SIM / library)], check=True, capture_output=True, text=True).stdout
+        out = subprocess.run(
+            ["nm", "-D", "--defined-only", str(SIM / library)], check=True, capture_output=True, text=True
+        ).stdout
         addresses = [line.split()[0] for line in out.splitlines() if " T " in line]
         assert len(addresses) == len(set(addresses))
 
@@ -527,7 +554,9 @@ def nesting(_built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_nesting(program: Path, way: str, library: str = "libcudart.so.12") -> dict[str, object]:
     environment = {**os.environ, "STALLSCOPE_SIM_DRIVER": way}
-    done = subprocess.run([str(program), str(SIM / library)], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(program), str(SIM / library)], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -566,7 +595,9 @@ def test_one_runtime_call_is_at_most_one_driver_call(nesting: Path, way: str, li
 
 def target(name: str, *args: object, feed: str = "go\n", **env: str) -> dict[str, object]:
     command = [sys.executable, str(ROOT / "tests/targets" / name)] if name.endswith(".py") else [str(TARGETS / name)]
-    done = subprocess.run([*command, *map(str, args)], input=feed, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, *map(str, args)], input=feed, env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -574,7 +605,9 @@ def target(name: str, *args: object, feed: str = "go\n", **env: str) -> dict[str
 def test_static_runtime_is_in_the_program() -> None:
     symbols = subprocess.run(["nm", str(TARGETS / "inwait_static")], check=True, capture_output=True, text=True).stdout
     assert re.search(r" T cudaLaunchKernel$", symbols, re.M)
-    libraries = subprocess.run(["ldd", str(TARGETS / "inwait_static")], check=True, capture_output=True, text=True).stdout
+    libraries = subprocess.run(
+        ["ldd", str(TARGETS / "inwait_static")], check=True, capture_output=True, text=True
+    ).stdout
     assert "libcudart" not in libraries
     for way in ("exported", "private", "inside"):
         result = target("inwait_static", 3, 200, 5, STALLSCOPE_SIM_DRIVER=way)
@@ -593,7 +626,13 @@ def test_inwait(name: str) -> None:
 def test_million_counts() -> None:
     result = target("million", 8000, 8, 1000)
     calls = result["calls"]
-    assert calls["__cudaLaunchKernel"] == calls["cudaLaunchKernelExC"] == calls["cuLaunchKernel"] == calls["cudaMemcpyAsync"] == 4000
+    assert (
+        calls["__cudaLaunchKernel"]
+        == calls["cudaLaunchKernelExC"]
+        == calls["cuLaunchKernel"]
+        == calls["cudaMemcpyAsync"]
+        == 4000
+    )
     assert calls["cudaLaunchKernel"] == 8000 + 4 * 6
     assert calls["cudaLaunchKernel_ptsz"] == 4000 + 4 * 2
     waits = result["long_waits"]
@@ -621,8 +660,21 @@ def test_calls_py() -> None:
 
 def test_job_writes_the_truth(tmp_path: Path) -> None:
     truth_file = tmp_path / "truth.json"
-    command = [sys.executable, "-m", "stallscope.sim.job", "--ranks=2", "--duration=2", "--checkpoint-every=0.5", f"--truth={truth_file}"]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "agent"), "STALLSCOPE_SIM_LIB": str(SIM)}, timeout=60)
+    command = [
+        sys.executable,
+        "-m",
+        "stallscope.sim.job",
+        "--ranks=2",
+        "--duration=2",
+        "--checkpoint-every=0.5",
+        f"--truth={truth_file}",
+    ]
+    subprocess.run(
+        command,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "agent"), "STALLSCOPE_SIM_LIB": str(SIM)},
+        timeout=60,
+    )
     ranks = json.loads(truth_file.read_text())["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert ranks[1]["slow"] and ranks[1]["steps"] < ranks[0]["steps"]
@@ -654,8 +706,48 @@ def test_launch_cost_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     source = tmp_path / "price.c"
     source.write_text(PRICE)
     link = [f"-L{SIM}", "-lcudart", f"-Wl,-rpath,{SIM}"]
-    subprocess.run(["gcc", "-O2", f"-I{ROOT}/native/sim/include", "-o", str(tmp_path / "price"), str(source), *link], check=True)
+    subprocess.run(
+        ["gcc", "-O2", f"-I{ROOT}/native/sim/include", "-o", str(tmp_path / "price"), str(source), *link], check=True
+    )
     cost = subprocess.run([str(tmp_path / "price")], check=True, capture_output=True, text=True).stdout.strip()
     with capsys.disabled():
         print(f"[one simulated launch: {cost} ns] ", end="")
     assert float(cost) > 0
+
+
+@pytest.mark.parametrize("sanitizer", ["", "address,undefined", "thread"])
+def test_stress_of_all_that_shares_state(_built: None, tmp_path: Path, sanitizer: str) -> None:
+    libraries = SIM
+    flags = [
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-pthread",
+        "-g",
+        "-O1",
+        f"-I{ROOT}/native/sim/include",
+    ]
+    if sanitizer:
+        make = [
+            "make",
+            "-s",
+            "-j2",
+            "-C",
+            str(ROOT / "native/sim"),
+            f"OUT={tmp_path}",
+            f"SAN={sanitizer}",
+            f"{tmp_path}/lib/libcudart.so",
+        ]
+        subprocess.run([*make, f"{tmp_path}/lib/libcuda.so.1"], check=True, capture_output=True)
+        libraries = tmp_path / "lib"
+        flags.append(f"-fsanitize={sanitizer}")
+    link = [f"-L{libraries}", "-lcudart", f"-Wl,-rpath,{libraries}"]
+    source = str(Path(__file__).parent / "stress.c")
+    subprocess.run(["gcc", *flags, "-o", str(tmp_path / "stress"), source, *link], check=True)
+    no_fork = {"STRESS_NO_FORK": "1"} if sanitizer == "thread" else {}
+    done = subprocess.run(
+        [str(tmp_path / "stress"), "100"], env={**os.environ, **no_fork}, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -26,8 +26,8 @@ def one_round(runtime: Runtime, stream: ctypes.c_void_p, device: ctypes.c_void_p
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    ready()
     runtime = Runtime()
+    ready()
     stream, device = runtime.stream(), runtime.memory("cudaMalloc", BYTES)
     pinned = runtime.memory("cudaHostAlloc", BYTES)
     for _ in range(rounds):

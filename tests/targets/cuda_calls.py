@@ -10,7 +10,14 @@ from collections import Counter, defaultdict
 from typing import Any
 
 LONG_WAIT_NS = 200_000
-WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpyAsync", "cudaFree"}
+WAITS = {
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaMemcpyAsync",
+    "cudaFree",
+}
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 
 

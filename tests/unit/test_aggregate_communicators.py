@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aggregate_kit import DONE, ENTER, ENTERED, NO_OUT, START, UID, Kit, call, one
+from aggregate_kit import ABANDONED, DONE, ENTER, ENTERED, NO_OUT, START, UID, Kit, call, one
 
 from stallscope.aggregate.communicators import root_address
 
@@ -139,3 +139,14 @@ def test_communicators_are_capped() -> None:
     report = kit.report()
     assert len(report["communicators"]) == 4096
     assert any(note.startswith("communicators: 104 turned away") for note in report["capture"]["notes"])
+
+
+def test_thread_ended_inside_the_creation() -> None:
+    kit = Kit()
+    kit.process()
+    kit.init_rank(0, status=None)
+    kit.recs.append(kit.record("ncclCommInitRank", ABANDONED, tid=100, at=int(kit.now), flags=ENTERED, ns=5))
+    report = kit.bye().report()
+    comm = one(report["communicators"])
+    assert report["capture"]["events"] == 1
+    assert comm["status"] is None and [m["abandoned"] for m in comm["members"]] == [True]

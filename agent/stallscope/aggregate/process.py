@@ -66,6 +66,12 @@ class Process:
     events: int = 0
     first_cuda_ns: int | None = None
     untimed: bool = False
+    runtime_calls_before_driver: int = 0
+
+    def runtime_calls(self, hooks: Hooks) -> int:
+        """Launches and waits of the CUDA runtime: each makes a driver call somewhere."""
+        rows = ((hooks.get(number), row) for number, row in self.counts.items())
+        return sum(row.calls for hook, row in rows if hook.library == "CUDART" and hook.kind in ("launch", "wait"))
 
     def has_library(self, library: str, hooks: Hooks) -> bool:
         """Whether hooks of that library are linked; a static runtime lives in the program's own file."""

@@ -183,6 +183,9 @@ class State:
         linked = self.processes.link(body)
         if linked:
             self._late(*linked)
+            process, link = linked
+            if link.library == "CUDA":  # capture sends the counters before the link
+                process.runtime_calls_before_driver = process.runtime_calls(self.hooks)
 
     def _late(self, process: Process, link: Link) -> None:
         """The time between a library's appearance and its link: calls made in it are unknown."""

@@ -76,9 +76,7 @@ class Inference:
                     break
         return 0
 
-    def _ask(
-        self, target: Target, scene: _Scene, tid: int, sp: int, pc: int, bp: int | None, stack: bytes
-    ) -> bool:
+    def _ask(self, target: Target, scene: _Scene, tid: int, sp: int, pc: int, bp: int | None, stack: bytes) -> bool:
         if self._rows.thread_calls(target.pid, tid):
             return False  # it has made a hooked call since the link: whatever the stack held is over
         maps, files = scene.relevant(stack, pc)

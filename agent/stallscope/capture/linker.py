@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from stallscope.capture.libmatch import match
 from stallscope.capture.links import UprobeLink
 from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, clean, executable_mappings
-from stallscope.capture.target import LinkedLibrary, Target
-from stallscope.errors import StallscopeError
+from stallscope.capture.target import LinkedLibrary, Point, Resolved, Target
+from stallscope.errors import StallscopeError, TargetProblem
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import BY_NAME, HOOKS, Hook
 
@@ -21,24 +21,6 @@ __all__ = ["Linker", "program_of"]
 NCCL_KINDS = ("collective", "p2p", "group", "comm")
 MAX_RANGES = 4
 FileKey = tuple[tuple[int, int], int]
-
-
-class Point(NamedTuple):
-    """One hook in one file: where the probe goes, where the symbol is (file offsets), its size in bytes."""
-
-    hook: Hook
-    probe_offset: int
-    symbol_offset: int
-    size: int
-
-
-class Resolved(NamedTuple):
-    """What the parser said about a file."""
-
-    build_id: str | None
-    points: list[Point]
-    missing: list[str]
-    stripped: bool
 
 
 def program_of(hook: Hook) -> str:
@@ -61,6 +43,9 @@ class Linker:
         set_ranges: (slot, [(start, end)]) writes the runtime address ranges that mark driver calls as nested.
         send: takes frames.
         clock: CLOCK_MONOTONIC in ns.
+
+    Attributes:
+        before_link: sends the counters as they are, so that a reader can tell calls before a link from those after it.
     """
 
     def __init__(
@@ -77,6 +62,7 @@ class Linker:
         self._send = send
         self._clock = clock
         self._known: dict[tuple[int, int, int, int], Resolved] = {}
+        self.before_link: Callable[[Target, int], None] | None = None
 
     def link_process(self, target: Target, appeared_ns: int | None) -> int:
         """Link all that is mapped now; the number of newly linked files. A process that is gone links nothing.
@@ -91,6 +77,38 @@ class Linker:
         except OSError:
             return 0
         return sum(self.link_mapping(target, m, appeared_ns, m.inode == program) for m in mappings)
+
+    def link_forked(self, target: Target, parent: Target) -> None:
+        """Link in a forked child what is linked in its parent, without looking at anything or telling anybody first.
+
+        The child runs already and each hundred microseconds may be a call unseen: its mappings are its parent's.
+        `announce` tells it afterwards.
+        """
+        for key, theirs in parent.linked.items():
+            linked = LinkedLibrary(theirs.library, theirs.path, dict(theirs.hooks), resolved=theirs.resolved, fd=-1)
+            try:
+                linked.fd = os.dup(theirs.fd)
+                self._attach(target, linked, linked.fd, theirs.resolved.points)
+            except (OSError, StallscopeError) as error:
+                linked.close()
+                if not isinstance(error, TargetProblem):
+                    target.late_notes.append(f"{linked.path} is not linked: {error}")
+                continue
+            linked.at_ns = self._clock()
+            target.linked[key] = linked
+        target.ranges = list(parent.ranges)
+        self._set_ranges(target.slot, target.ranges)
+
+    def announce(self, target: Target, appeared_ns: int) -> None:
+        """Tell of everything `link_forked` linked."""
+        for linked in target.linked.values():
+            self._announce(target, linked, appeared_ns)
+        self._tell_notes(target)
+
+    def _tell_notes(self, target: Target) -> None:
+        for note in target.late_notes:
+            self._note(target, note)
+        target.late_notes.clear()
 
     def link_mapping(self, target: Target, mapping: Mapping, appeared_ns: int | None, is_program: bool = False) -> bool:
         """Link one executable mapping if it holds hooks; True when something new was linked."""
@@ -122,19 +140,26 @@ class Linker:
                 target.refused.add(key)
                 if library is not None:
                     self._note(target, f"{clean(mapping.path)} looks like {library} and defines none of its functions")
+                os.close(fd)
                 return False
-            linked = LinkedLibrary(library or resolved.points[0].hook.library, clean(mapping.path))
+            name = library or resolved.points[0].hook.library
+            linked = LinkedLibrary(name, clean(mapping.path), resolved=resolved, fd=fd)
             self._add_ranges(target, linked, mapping, resolved.points, static=library is None)
             self._attach(target, linked, fd, resolved.points)
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
         self._place(linked, mapping, resolved.points)
+        linked.at_ns = self._clock()
         target.linked[key] = linked
-        self._announce(target, linked, resolved, appeared_ns)
+        self._announce(target, linked, appeared_ns)
+        self._tell_notes(target)
         return True
 
-    def _announce(self, target: Target, linked: LinkedLibrary, resolved: Resolved, appeared_ns: int | None) -> None:
-        now = self._clock()
+    def _announce(self, target: Target, linked: LinkedLibrary, appeared_ns: int | None) -> None:
+        now, resolved = linked.at_ns, linked.resolved
+        if self.before_link is not None:
+            self.before_link(target, now)
         self._send(
             Kind.LINK,
             {"proc": target.proc, "library": linked.library, "path": linked.path, "build_id": resolved.build_id,
@@ -177,9 +202,7 @@ class Linker:
             for link in linked.entries + linked.returns:
                 link.close()
             raise
-        for link in linked.entries + linked.returns:
-            for note in link.notes:
-                self._note(target, note)
+        target.late_notes += [note for link in linked.entries + linked.returns for note in link.notes]
 
     def _link(self, program: str, fd: int, points: list[Point], pid: int, *, is_return: bool) -> UprobeLink:
         return UprobeLink.attach(
@@ -204,7 +227,9 @@ class Linker:
             ends = [p.symbol_offset + p.size for p in points if p.hook.library == "CUDART"]
             start, end = (mapping.start - mapping.offset + x for x in (min(places), max(ends)))
         if len(target.ranges) >= MAX_RANGES:
-            self._note(target, f"more than {MAX_RANGES} runtimes: driver calls from {linked.path} count as calls of their own")
+            self._note(
+                target, f"more than {MAX_RANGES} runtimes: driver calls from {linked.path} count as calls of their own"
+            )
             return
         target.ranges.append((start, end))
         self._set_ranges(target.slot, target.ranges)

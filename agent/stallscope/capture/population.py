@@ -47,6 +47,7 @@ class Population:
         self._dead: list[tuple[Target, int, int]] = []
         self._next_proc = 1
         self._reaper = _Reaper()
+        linker.before_link = self.send_counts
 
     def live(self) -> list[Target]:
         """Processes that have not ended."""
@@ -107,6 +108,7 @@ class Population:
             self._refuse(facts, self._clock())
             return
         target = self._enter(facts, slot, parent, pidfd, self._clock())
+        self._announce(target)
         # The process must be in the filter before its links exist, or their first hits are a stranger's.
         self._tables.procs.add(pid, slot, follow=self._follow)
         self._linker.link_process(target, None)
@@ -123,14 +125,17 @@ class Population:
         self._next_proc += 1
         self._by_pid[facts.pid] = target
         self._by_slot[slot] = target
+        return target
+
+    def _announce(self, target: Target) -> None:
+        facts = target.facts
         self._send(
             Kind.PROCESS,
-            {"proc": target.proc, "pid": facts.pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid, "parent": parent,
-             "name": facts.name, "cmdline": facts.cmdline, "container_id": facts.container_id,
-             "start_ns": facts.start_ns, "at_ns": appeared_ns},
+            {"proc": target.proc, "pid": facts.pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid,
+             "parent": target.parent, "name": facts.name, "cmdline": facts.cmdline,
+             "container_id": facts.container_id, "start_ns": facts.start_ns, "at_ns": target.appeared_ns},
         )  # fmt: skip
-        self._send(Kind.SLOT, {"slot": slot, "proc": target.proc, "at_ns": appeared_ns})
-        return target
+        self._send(Kind.SLOT, {"slot": target.slot, "proc": target.proc, "at_ns": target.appeared_ns})
 
     def event(self, record: bytes) -> None:
         """A process event from the vital ring, one `wire_rec`."""
@@ -144,21 +149,18 @@ class Population:
 
     def _forked(self, parent_pid: int, pid: int, slot: int, ts_ns: int) -> None:
         parent = self._by_pid.get(parent_pid)
-        inherited = parent.facts if parent else None
-        try:
-            facts = facts_of(pid)
-        except OSError:  # already gone again: what is known is the parent's
-            facts = Facts(pid, None, parent_pid, inherited.name if inherited else "?",
-                          inherited.cmdline if inherited else [], inherited.container_id if inherited else None,
-                          ts_ns, inherited.uid if inherited else 0)  # fmt: skip
-        if not slot:
-            self._refuse(facts, ts_ns)
+        if not slot or parent is None:
+            self._refuse(_inherited(pid, parent_pid, parent, ts_ns), ts_ns)
             return
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            pidfd = -1
-        target = self._enter(facts, slot, parent.proc if parent else None, pidfd, ts_ns)
+        target = self._enter(_inherited(pid, parent_pid, parent, ts_ns), slot, parent.proc, -1, ts_ns)
+        self._linker.link_forked(target, parent)
+        with contextlib.suppress(OSError):  # gone again: what is known is the parent's
+            target.pidfd = os.pidfd_open(pid)
+            facts = facts_of(pid)
+            if facts.cmdline:  # a zombie has none
+                target.facts = facts
+        self._announce(target)
+        self._linker.announce(target, ts_ns)
         self._linker.link_process(target, ts_ns)
 
     def _execed(self, pid: int, ts_ns: int) -> None:
@@ -204,9 +206,18 @@ class Population:
                 Kind.EXIT,
                 {"proc": target.proc, "at_ns": ts_ns, "code": None if signal else exit_code, "signal": signal},
             )
+            if not target.linked and target.parent is not None:
+                self._never_linked(target, ts_ns)
             self._reaper.close_later(*target.links())
             target.close()
             self._free_slot(target.slot)
+
+    def _never_linked(self, target: Target, ended_ns: int) -> None:
+        self._send(
+            Kind.GAP,
+            {"source": "link", "proc": target.proc, "count": None, "from_ns": target.appeared_ns, "to_ns": ended_ns,
+             "reason": "the process ended before anything in it was linked"},
+        )  # fmt: skip
 
     def _free_slot(self, slot: int) -> None:
         self._by_slot.pop(slot, None)
@@ -231,6 +242,14 @@ class Population:
         for target in self.live():
             target.linked.clear()
         self._reaper.stop()
+
+
+def _inherited(pid: int, ppid: int, parent: Target | None, start_ns: int) -> Facts:
+    """What a forked child is before it could be looked at: its parent's image."""
+    if parent is None:
+        return Facts(pid, None, ppid, "?", [], None, start_ns, 0)
+    facts = parent.facts
+    return Facts(pid, None, ppid, facts.name, facts.cmdline, facts.container_id, start_ns, facts.uid)
 
 
 class _Reaper:

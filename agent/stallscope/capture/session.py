@@ -92,6 +92,7 @@ class Session:
         # Edge-triggered: only the wakeups that process events force end a pause early. Level-triggered, any record that
         # waits in the ring would, and the loop would spin as long as the target makes calls.
         self._poller.register(self.tables.vital.fileno(), select.EPOLLIN | select.EPOLLET)
+        self._losses.poll(self._clock())
         self.population.adopt(self.settings.pids)
         for target in self.population.live():
             self._inference.search(target)
@@ -217,6 +218,7 @@ class Session:
         self.population.unlink_all()
         now = self._clock()
         self._drain_all()
+        self.population.bury(self._drain_all)  # who ended while the links were taken away
         for target in self.population.live():
             self._inference.check(target)
             self._send_counts(target, now)

@@ -5,11 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stallscope.capture.procfs import Facts
+from stallscope.wire.hook_table import Hook
 
-__all__ = ["InferredCall", "LinkedLibrary", "Target"]
+__all__ = ["InferredCall", "LinkedLibrary", "Point", "Resolved", "Target"]
+
+
+class Point(NamedTuple):
+    """One hook in one file: where the probe goes, where the symbol is (file offsets), its size in bytes."""
+
+    hook: Hook
+    probe_offset: int
+    symbol_offset: int
+    size: int
+
+
+class Resolved(NamedTuple):
+    """What the parser said about a file."""
+
+    build_id: str | None
+    points: list[Point]
+    missing: list[str]
+    stripped: bool
 
 
 @dataclass
@@ -17,6 +36,7 @@ class LinkedLibrary:
     """One library file linked in one process.
 
     Attributes:
+        fd: the file itself, so that a forked child can be linked without another look-up.
         hooks: hook id -> (absolute address of the function, its size in bytes), for the stack search.
         entries, returns: link objects, closed entries first.
     """
@@ -26,6 +46,15 @@ class LinkedLibrary:
     hooks: dict[int, tuple[int, int]] = field(default_factory=dict)
     entries: list[Any] = field(default_factory=list)
     returns: list[Any] = field(default_factory=list)
+    resolved: Resolved = field(default=Resolved(None, [], [], False))
+    fd: int = -1
+    at_ns: int = 0
+
+    def close(self) -> None:
+        """Let the file go; links are closed by who detaches them."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 @dataclass
@@ -53,6 +82,7 @@ class Target:
     refused: set[tuple[tuple[int, int], int]] = field(default_factory=set)
     ranges: list[tuple[int, int]] = field(default_factory=list)
     inferred: list[InferredCall] = field(default_factory=list)
+    late_notes: list[str] = field(default_factory=list)
     ended: bool = False
 
     @property
@@ -66,7 +96,9 @@ class Target:
         return [x for lib in libraries for x in lib.entries], [x for lib in libraries for x in lib.returns]
 
     def close(self) -> None:
-        """Let the pidfd go; links are closed by who detaches them."""
+        """Let the descriptors go; links are closed by who detaches them."""
+        for library in self.linked.values():
+            library.close()
         if self.pidfd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self.pidfd)

@@ -174,9 +174,7 @@ class Attach:
             parser.start(self.who.drop_uid, self.who.drop_gid)
             loaded = load(args.backend, bulk_bytes=BULK_BYTES, vital_bytes=VITAL_BYTES)
             outbox = Outbox(aggregator.socket)
-            costs = Costs(
-                {"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid}
-            )
+            costs = Costs({"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid})
             outbox.send(Kind.HELLO, hello(settings, loaded.backend))
             for note in loaded.notes:
                 outbox.send(Kind.NOTE, {"at_ns": time.monotonic_ns(), "proc": None, "text": note})

@@ -21,11 +21,13 @@ def hidden(state: State) -> list[str]:
 
 def _bypass(process: Process, hooks: Hooks) -> str | None:
     counts = [(hooks.get(number), row) for number, row in process.counts.items()]
-    calls = sum(row.calls for hook, row in counts if hook.library == "CUDART" and hook.kind in ("launch", "wait"))
+    calls = process.runtime_calls(hooks)
     if not calls or not process.has_library("CUDART", hooks):
         return None
     if not process.has_library("CUDA", hooks):
         return "libcuda is not loaded: only calls of the runtime are seen"
+    if calls == process.runtime_calls_before_driver:
+        return None  # the driver was linked after the last of them: nothing is known
     if any(row.nested for hook, row in counts if hook.library == "CUDA"):
         return None
     return (

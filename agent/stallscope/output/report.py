@@ -175,6 +175,7 @@ def _member(state: State, member: Any) -> Row:
         "device": member.device,
         "next_seq": state.events.next_seq.get(at, 0) if member.pointer else None,
         "status": member.status,
+        "abandoned": member.abandoned,
     }
 
 

@@ -167,7 +167,7 @@ def _communicators(report: Row, page: Console) -> None:
 def _outcome(comm: Row) -> str:
     status = comm["status"]
     if status is None:
-        return "under way"
+        return "abandoned" if all(m["abandoned"] for m in comm["members"]) else "under way"
     return {0: "ok", 7: "in progress"}.get(status, f"failed ({status})")
 
 

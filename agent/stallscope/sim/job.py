@@ -100,7 +100,10 @@ class Trainer:
         self.weights = runtime.allocate("cudaMalloc", WEIGHT_BYTES)
         self.host_batch = ctypes.create_string_buffer(BATCH_BYTES)
         self.host_weights = ctypes.create_string_buffer(WEIGHT_BYTES)
-        self.kernels = {name: self.name_kernel(0x1000 * (i + 1), name) for i, name in enumerate(("forward_gemm", "backward_gemm", "adam_step"))}
+        self.kernels = {
+            name: self.name_kernel(0x1000 * (i + 1), name)
+            for i, name in enumerate(("forward_gemm", "backward_gemm", "adam_step"))
+        }
 
     def name_kernel(self, address: int, name: str) -> ctypes.c_void_p:
         func = ctypes.c_void_p(address)
@@ -111,7 +114,9 @@ class Trainer:
         grid, block = Dim3(64, 1, 1), Dim3(256, 1, 1)
         for _ in range(times):
             self.runtime.library.stallscope_sim_set_next_kernel_ns(ctypes.c_uint64(self.kernel_ns))
-            self.runtime.call("cudaLaunchKernel", self.kernels[kernel], grid, block, None, ctypes.c_size_t(0), self.stream)
+            self.runtime.call(
+                "cudaLaunchKernel", self.kernels[kernel], grid, block, None, ctypes.c_size_t(0), self.stream
+            )
 
     def load_batch(self) -> None:
         time.sleep(LOAD_S)
@@ -131,7 +136,9 @@ class Trainer:
     def loss_item(self) -> float:
         """What ``loss.item()`` does: a small copy to pageable memory, which waits, and a synchronize."""
         loss = ctypes.c_float()
-        self.runtime.wait("cudaMemcpyAsync", ctypes.byref(loss), self.weights, ctypes.c_size_t(4), DEVICE_TO_HOST, self.stream)
+        self.runtime.wait(
+            "cudaMemcpyAsync", ctypes.byref(loss), self.weights, ctypes.c_size_t(4), DEVICE_TO_HOST, self.stream
+        )
         self.runtime.wait("cudaStreamSynchronize", self.stream)
         return loss.value
 
@@ -183,13 +190,21 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def rank_command(args: argparse.Namespace, rank: int, until_ns: int) -> list[str]:
-    values = {"rank": rank, "until-ns": until_ns, "slow-rank": args.slow_rank, "slowness": args.slowness, "checkpoint-every": args.checkpoint_every}
+    values = {
+        "rank": rank,
+        "until-ns": until_ns,
+        "slow-rank": args.slow_rank,
+        "slowness": args.slowness,
+        "checkpoint-every": args.checkpoint_every,
+    }
     return [sys.executable, str(Path(__file__).resolve()), *(f"--{name}={value}" for name, value in values.items())]
 
 
 def start_rank(args: argparse.Namespace, rank: int, until_ns: int) -> subprocess.Popen[str]:
     identity = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
-    return subprocess.Popen(rank_command(args, rank, until_ns), stdout=subprocess.PIPE, text=True, env={**os.environ, **identity})
+    return subprocess.Popen(
+        rank_command(args, rank, until_ns), stdout=subprocess.PIPE, text=True, env={**os.environ, **identity}
+    )
 
 
 def stop(signum: int, _frame: object) -> None:
@@ -209,6 +224,8 @@ def collect(ranks: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 def run_launcher(args: argparse.Namespace) -> int:
     library_path()
     signal.signal(signal.SIGTERM, stop)
+    if args.hold and not sys.stdin.readline():
+        return 1
     until_ns = time.monotonic_ns() + int(args.duration * 1e9)
     ranks = [start_rank(args, rank, until_ns) for rank in range(args.ranks)]
     try:
@@ -217,10 +234,11 @@ def run_launcher(args: argparse.Namespace) -> int:
         for process in ranks:
             if process.poll() is None:
                 process.terminate()
-    truth = {"launcher_pid": os.getpid(), "ranks": truths}
+    job = {"launcher_pid": os.getpid(), "ranks": truths}
     if args.truth:
-        Path(args.truth).write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")
-    print(f"{args.ranks} ranks, {sum(t['steps'] for t in truths)} steps, {sum(t['checkpoints'] for t in truths)} checkpoints")
+        Path(args.truth).write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
+    steps, checkpoints = (sum(truth[key] for truth in truths) for key in ("steps", "checkpoints"))
+    print(f"{args.ranks} ranks, {steps} steps, {checkpoints} checkpoints")
     return 0
 
 
@@ -232,6 +250,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slow-rank", type=int, default=1, help="-1: none")
     parser.add_argument("--slowness", type=float, default=1.6, help="how many times longer its kernels take")
     parser.add_argument("--checkpoint-every", type=float, default=3.0, help="seconds")
+    parser.add_argument("--hold", action="store_true", help="start the ranks when a line comes on stdin")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until-ns", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

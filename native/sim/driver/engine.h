@@ -18,132 +18,133 @@ enum { MAX_DEVICES = 16, MAX_CONTEXT_DEPTH = 16 };
 #define NEVER_NS UINT64_MAX
 
 struct sim_config {
-	int devices;
-	bool spin;
-	uint64_t kernel_ns;
-	const char *kernels;
-	double copy_bytes_per_ns;
-	uint64_t copy_latency_ns;
-	size_t device_bytes;
+  int devices;
+  bool spin;
+  uint64_t kernel_ns;
+  const char *kernels;
+  double copy_bytes_per_ns;
+  uint64_t copy_latency_ns;
+  size_t device_bytes;
 };
 
 /* A moment on a time line that is not known yet: what an event or a fence in a queued stream turns into. */
 struct point {
-	atomic_bool known;
-	uint64_t time_ns;
-	int references;
-	struct CUevent_st *event;
+  atomic_bool known;
+  uint64_t time_ns;
+  int references;
+  struct CUevent_st *event;
 };
 
 enum op_kind { OP_KERNEL, OP_COPY, OP_SET, OP_RECORD, OP_AWAIT, OP_HOST, OP_CALLBACK, OP_HOLD };
 
 struct copy_shape {
-	char *dst;
-	const char *src;
-	size_t width, height, depth, dst_pitch, src_pitch, dst_slice, src_slice;
+  char *dst;
+  const char *src;
+  size_t width, height, depth, dst_pitch, src_pitch, dst_slice, src_slice;
 };
 
 struct set_shape {
-	char *dst;
-	unsigned value, element_bytes;
-	size_t count, height, pitch;
+  char *dst;
+  unsigned value, element_bytes;
+  size_t count, height, pitch;
 };
 
 struct hold {
-	bool released;
+  bool released;
 };
 
 struct op {
-	enum op_kind kind;
-	uint64_t duration_ns;
-	union {
-		struct copy_shape copy;
-		struct set_shape set;
-		struct point *point; /* OP_RECORD, OP_AWAIT: owns one reference */
-		struct hold *hold;
-		struct {
-			CUhostFn func;
-			CUstreamCallback callback;
-			CUstream stream;
-			void *data;
-		} host;
-	};
-	struct op *next;
+  enum op_kind kind;
+  uint64_t duration_ns;
+  union {
+    struct copy_shape copy;
+    struct set_shape set;
+    struct point *point; /* OP_RECORD, OP_AWAIT: owns one reference */
+    struct hold *hold;
+    struct {
+      CUhostFn func;
+      CUstreamCallback callback;
+      CUstream stream;
+      void *data;
+    } host;
+  };
+  struct op *next;
 };
 
 enum { SLOW_QUEUED = 1, SLOW_CAPTURING = 2 };
 
 struct CUstream_st {
-	unsigned magic, flags;
-	int priority;
-	uint64_t id;
-	struct CUctx_st *context;
-	_Atomic uint64_t busy_until_ns;
-	atomic_uint slow;
-	/* the rest under sim_lock */
-	struct CUgraph_st *capture;
-	bool capture_origin, dying, has_worker;
-	struct op *head, *tail;
-	pthread_cond_t more;
-	struct CUstream_st *next;
+  unsigned magic, flags;
+  int priority;
+  uint64_t id;
+  struct CUctx_st *context;
+  _Atomic uint64_t busy_until_ns;
+  atomic_uint slow;
+  /* the rest under sim_lock */
+  struct CUgraph_st *capture;
+  bool capture_origin, dying, has_worker;
+  struct op *head, *tail;
+  pthread_cond_t more;
+  struct CUstream_st *next;
 };
 
 struct CUctx_st {
-	unsigned magic;
-	int device, references;
-	atomic_uint flags;
-	struct CUstream_st *legacy, *streams;
-	_Atomic uint64_t blocking_until_ns; /* latest end in any blocking stream: what the legacy stream waits for */
-	_Atomic uint64_t retired_until_ns;  /* latest end of streams that are gone */
-	atomic_int queued_streams;
-	struct CUctx_st *next;
+  unsigned magic;
+  int device, references;
+  atomic_uint flags;
+  struct CUstream_st *legacy, *streams;
+  _Atomic uint64_t blocking_until_ns; /* latest end in any blocking stream: what the legacy stream waits for */
+  _Atomic uint64_t retired_until_ns;  /* latest end of streams that are gone */
+  atomic_int queued_streams;
+  struct CUctx_st *next;
 };
 
 struct CUevent_st {
-	unsigned magic, flags;
-	struct CUctx_st *context;
-	_Atomic uint64_t time_ns; /* 0: never recorded, PENDING_NS: see `pending` */
-	struct point *pending;    /* under sim_lock */
-	uint64_t capture_id;
+  unsigned magic, flags;
+  struct CUctx_st *context;
+  _Atomic uint64_t time_ns; /* 0: never recorded, PENDING_NS: see `pending` */
+  struct point *pending;    /* under sim_lock */
+  _Atomic uint64_t capture_id;
 };
 #define PENDING_NS (UINT64_MAX - 1)
 
 struct CUfunc_st {
-	unsigned magic;
-	char *name;
-	uint64_t duration_ns;
-	struct CUmod_st *module;
-	struct CUfunc_st *next;
+  unsigned magic;
+  char *name;
+  uint64_t duration_ns;
+  struct CUmod_st *module;
+  struct CUfunc_st *next;
 };
 
 struct CUgraph_st {
-	unsigned magic;
-	uint64_t id;
-	size_t count, capacity;
-	struct op *ops;
+  unsigned magic;
+  uint64_t id;
+  size_t count, capacity;
+  struct op *ops;
 };
 
 struct CUgraphExec_st {
-	unsigned magic;
-	size_t count;
-	struct op *ops;
-	uint64_t total_ns;
-	bool timed_only; /* kernels alone: one step forward on the time line does for all of them */
+  unsigned magic;
+  size_t count;
+  struct op *ops;
+  uint64_t total_ns;
+  bool timed_only; /* kernels alone: one step forward on the time line does for all of them */
 };
 
 enum {
-	MAGIC_STREAM = 0x53545231,
-	MAGIC_CONTEXT = 0x43545831,
-	MAGIC_EVENT = 0x45565431,
-	MAGIC_FUNCTION = 0x464e4331,
-	MAGIC_MODULE = 0x4d4f4431,
-	MAGIC_GRAPH = 0x47524631,
-	MAGIC_EXEC = 0x47455831,
+  MAGIC_STREAM = 0x53545231,
+  MAGIC_CONTEXT = 0x43545831,
+  MAGIC_EVENT = 0x45565431,
+  MAGIC_FUNCTION = 0x464e4331,
+  MAGIC_MODULE = 0x4d4f4431,
+  MAGIC_GRAPH = 0x47524631,
+  MAGIC_EXEC = 0x47455831,
 };
 
 /* Not valid: NULL, small numbers, or an object of another kind. Wild pointers crash, as they do on the real driver. */
 #define IS_A(object, kind) ((uintptr_t)(object) > 4096 && (object)->magic == (kind))
 
+/* Locks are taken in the order: primary contexts, modules, sim_lock, memory map. */
 extern pthread_mutex_t sim_lock; /* everything but the time lines and the memory map; never on the fast path */
 extern pthread_cond_t sim_known; /* broadcast when a point becomes known or a hold is released */
 extern _Thread_local bool sim_stream_zero_is_per_thread;
@@ -197,28 +198,29 @@ enum memory_kind sim_memory_kind(const void *pointer);
 CUresult sim_allocate(void **out, size_t bytes, enum memory_kind kind);
 void sim_memory_lock(void);
 void sim_memory_unlock(void);
-void sim_memory_after_fork(void);
 
 /* copy.c */
 void sim_do_copy(const struct copy_shape *shape);
 void sim_do_set(const struct set_shape *shape);
 
 /* module.c */
+extern pthread_mutex_t sim_module_lock;
 extern _Thread_local uint64_t sim_next_kernel_ns;
 
 /* proc.c */
 struct proc {
-	const char *name;
-	void *address;
+  const char *name;
+  void *address;
 };
-CUresult sim_find_proc(const struct proc *procs, size_t count, const char *symbol, int version, uint64_t flags, void **address, int *status);
+CUresult sim_find_proc(const struct proc *procs, size_t count, const char *symbol, int version, uint64_t flags,
+                       void **address, int *status);
 
 /* Prototypes of the inner functions: sim_cuInit and so on. Exported wrappers call them, and so do the runtime's
  * private and inside ways, past the exported symbols. */
 #define DRV(name, params, args) CUresult sim_##name params;
-#define DRV_TWIN(name, suffix, params, args) \
-	CUresult sim_##name params;          \
-	CUresult sim_##name##suffix params;
+#define DRV_TWIN(name, suffix, params, args)                                                                           \
+  CUresult sim_##name params;                                                                                          \
+  CUresult sim_##name##suffix params;
 #include "sim_cuda_driver.def"
 #undef DRV
 #undef DRV_TWIN

@@ -9,17 +9,15 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-#define DRV(name, params, args)       \
-	EXPORT CUresult name params   \
-	{                             \
-		return sim_##name args; \
-	}
-#define DRV_TWIN(name, suffix, params, args) \
-	DRV(name, params, args)              \
-	EXPORT CUresult name##suffix params  \
-	{                                    \
-		return sim_##name##suffix args; \
-	}
+#define DRV(name, params, args)                                                                                        \
+  EXPORT CUresult name params {                                                                                        \
+    return sim_##name args;                                                                                            \
+  }
+#define DRV_TWIN(name, suffix, params, args)                                                                           \
+  DRV(name, params, args)                                                                                              \
+  EXPORT CUresult name##suffix params {                                                                                \
+    return sim_##name##suffix args;                                                                                    \
+  }
 #define DRV_WITHOUT_LOOK_UP
 #include "sim_cuda_driver.def"
 #undef DRV
@@ -32,17 +30,16 @@ static const struct proc exported_procs[] = {
 #include "sim_cuda_driver.def"
 };
 
-EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, int *status)
-{
-	return sim_find_proc(exported_procs, sizeof(exported_procs) / sizeof(exported_procs[0]), symbol, version, flags, address, status);
+EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, int *status) {
+  return sim_find_proc(exported_procs, sizeof(exported_procs) / sizeof(exported_procs[0]), symbol, version, flags,
+                       address, status);
 }
 
-EXPORT CUresult cuGetProcAddress(const char *symbol, void **address, int version, uint64_t flags)
-{
-	return sim_find_proc(exported_procs, sizeof(exported_procs) / sizeof(exported_procs[0]), symbol, version, flags, address, NULL);
+EXPORT CUresult cuGetProcAddress(const char *symbol, void **address, int version, uint64_t flags) {
+  return sim_find_proc(exported_procs, sizeof(exported_procs) / sizeof(exported_procs[0]), symbol, version, flags,
+                       address, NULL);
 }
 
-EXPORT const struct driver_table *stallscope_sim_private_table(void)
-{
-	return sim_inner_table;
+EXPORT const struct driver_table *stallscope_sim_private_table(void) {
+  return sim_inner_table;
 }

@@ -5,9 +5,9 @@
 #include "sim_cuda_types.h"
 
 #define DRV(name, params, args) CUresult name params;
-#define DRV_TWIN(name, suffix, params, args) \
-	CUresult name params;                \
-	CUresult name##suffix params;
+#define DRV_TWIN(name, suffix, params, args)                                                                           \
+  CUresult name params;                                                                                                \
+  CUresult name##suffix params;
 #include "sim_cuda_driver.def"
 #undef DRV
 #undef DRV_TWIN

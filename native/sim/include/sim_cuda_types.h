@@ -36,23 +36,23 @@ typedef CUstreamCallback cudaStreamCallback_t;
 #define cudaStreamPerThread CU_STREAM_PER_THREAD
 
 enum { /* driver and runtime share these numbers */
-	CUDA_SUCCESS = 0,
-	CUDA_ERROR_INVALID_VALUE = 1,
-	CUDA_ERROR_OUT_OF_MEMORY = 2,
-	CUDA_ERROR_NOT_INITIALIZED = 3,
-	CUDA_ERROR_NO_DEVICE = 100,
-	CUDA_ERROR_INVALID_DEVICE = 101,
-	CUDA_ERROR_INVALID_CONTEXT = 201,
-	CUDA_ERROR_INVALID_HANDLE = 400,
-	CUDA_ERROR_NOT_FOUND = 500,
-	CUDA_ERROR_NOT_READY = 600,
-	CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
-	CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
-	CUDA_ERROR_NOT_SUPPORTED = 801,
-	CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
-	CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
-	CUDA_ERROR_ILLEGAL_STATE = 401,
-	CUDA_ERROR_UNKNOWN = 999,
+       CUDA_SUCCESS = 0,
+       CUDA_ERROR_INVALID_VALUE = 1,
+       CUDA_ERROR_OUT_OF_MEMORY = 2,
+       CUDA_ERROR_NOT_INITIALIZED = 3,
+       CUDA_ERROR_NO_DEVICE = 100,
+       CUDA_ERROR_INVALID_DEVICE = 101,
+       CUDA_ERROR_INVALID_CONTEXT = 201,
+       CUDA_ERROR_INVALID_HANDLE = 400,
+       CUDA_ERROR_NOT_FOUND = 500,
+       CUDA_ERROR_NOT_READY = 600,
+       CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
+       CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
+       CUDA_ERROR_NOT_SUPPORTED = 801,
+       CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+       CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+       CUDA_ERROR_ILLEGAL_STATE = 401,
+       CUDA_ERROR_UNKNOWN = 999,
 };
 #define cudaSuccess CUDA_SUCCESS
 #define cudaErrorInvalidValue CUDA_ERROR_INVALID_VALUE
@@ -72,95 +72,106 @@ enum { CU_CTX_SCHED_SPIN = 1, CU_CTX_SCHED_YIELD = 2, CU_CTX_SCHED_BLOCKING_SYNC
 enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2, CU_MEMORYTYPE_ARRAY = 3, CU_MEMORYTYPE_UNIFIED = 4 };
 enum { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2, cudaMemoryTypeManaged = 3 };
 enum cudaMemcpyKind {
-	cudaMemcpyHostToHost,
-	cudaMemcpyHostToDevice,
-	cudaMemcpyDeviceToHost,
-	cudaMemcpyDeviceToDevice,
-	cudaMemcpyDefault,
+  cudaMemcpyHostToHost,
+  cudaMemcpyHostToDevice,
+  cudaMemcpyDeviceToHost,
+  cudaMemcpyDeviceToDevice,
+  cudaMemcpyDefault,
 };
 enum { CU_STREAM_CAPTURE_STATUS_NONE = 0, CU_STREAM_CAPTURE_STATUS_ACTIVE = 1 };
 
-typedef struct { char bytes[16]; } CUuuid;
-typedef struct dim3 { unsigned x, y, z; } dim3;
-struct cudaExtent { size_t width, height, depth; };
-struct cudaPos { size_t x, y, z; };
-struct cudaPitchedPtr { void *ptr; size_t pitch, xsize, ysize; };
+typedef struct {
+  char bytes[16];
+} CUuuid;
+typedef struct dim3 {
+  unsigned x, y, z;
+} dim3;
+struct cudaExtent {
+  size_t width, height, depth;
+};
+struct cudaPos {
+  size_t x, y, z;
+};
+struct cudaPitchedPtr {
+  void *ptr;
+  size_t pitch, xsize, ysize;
+};
 
 typedef struct cudaLaunchConfig_st {
-	dim3 gridDim, blockDim;
-	size_t dynamicSmemBytes;
-	cudaStream_t stream;
-	void *attrs;
-	unsigned numAttrs;
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  void *attrs;
+  unsigned numAttrs;
 } cudaLaunchConfig_t;
 
 typedef struct CUlaunchConfig_st {
-	unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
-	CUstream hStream;
-	void *attrs;
-	unsigned numAttrs;
+  unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+  CUstream hStream;
+  void *attrs;
+  unsigned numAttrs;
 } CUlaunchConfig;
 
 struct cudaMemcpy3DParms {
-	cudaArray_t srcArray;
-	struct cudaPos srcPos;
-	struct cudaPitchedPtr srcPtr;
-	cudaArray_t dstArray;
-	struct cudaPos dstPos;
-	struct cudaPitchedPtr dstPtr;
-	struct cudaExtent extent;
-	enum cudaMemcpyKind kind;
+  cudaArray_t srcArray;
+  struct cudaPos srcPos;
+  struct cudaPitchedPtr srcPtr;
+  cudaArray_t dstArray;
+  struct cudaPos dstPos;
+  struct cudaPitchedPtr dstPtr;
+  struct cudaExtent extent;
+  enum cudaMemcpyKind kind;
 };
 
 typedef struct CUDA_MEMCPY2D_st {
-	size_t srcXInBytes, srcY;
-	int srcMemoryType;
-	const void *srcHost;
-	CUdeviceptr srcDevice;
-	void *srcArray;
-	size_t srcPitch;
-	size_t dstXInBytes, dstY;
-	int dstMemoryType;
-	void *dstHost;
-	CUdeviceptr dstDevice;
-	void *dstArray;
-	size_t dstPitch;
-	size_t WidthInBytes, Height;
+  size_t srcXInBytes, srcY;
+  int srcMemoryType;
+  const void *srcHost;
+  CUdeviceptr srcDevice;
+  void *srcArray;
+  size_t srcPitch;
+  size_t dstXInBytes, dstY;
+  int dstMemoryType;
+  void *dstHost;
+  CUdeviceptr dstDevice;
+  void *dstArray;
+  size_t dstPitch;
+  size_t WidthInBytes, Height;
 } CUDA_MEMCPY2D;
 
 typedef struct CUDA_MEMCPY3D_st {
-	size_t srcXInBytes, srcY, srcZ, srcLOD;
-	int srcMemoryType;
-	const void *srcHost;
-	CUdeviceptr srcDevice;
-	void *srcArray, *reserved0;
-	size_t srcPitch, srcHeight;
-	size_t dstXInBytes, dstY, dstZ, dstLOD;
-	int dstMemoryType;
-	void *dstHost;
-	CUdeviceptr dstDevice;
-	void *dstArray, *reserved1;
-	size_t dstPitch, dstHeight;
-	size_t WidthInBytes, Height, Depth;
+  size_t srcXInBytes, srcY, srcZ, srcLOD;
+  int srcMemoryType;
+  const void *srcHost;
+  CUdeviceptr srcDevice;
+  void *srcArray, *reserved0;
+  size_t srcPitch, srcHeight;
+  size_t dstXInBytes, dstY, dstZ, dstLOD;
+  int dstMemoryType;
+  void *dstHost;
+  CUdeviceptr dstDevice;
+  void *dstArray, *reserved1;
+  size_t dstPitch, dstHeight;
+  size_t WidthInBytes, Height, Depth;
 } CUDA_MEMCPY3D;
 
 struct cudaPointerAttributes {
-	int type, device;
-	void *devicePointer, *hostPointer;
-	long reserved[8]; /* CUDA 13 has it; writers of the CUDA 12 layout stop before it */
+  int type, device;
+  void *devicePointer, *hostPointer;
+  long reserved[8]; /* CUDA 13 has it; writers of the CUDA 12 layout stop before it */
 };
 
 struct cudaFuncAttributes {
-	size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
-	int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, cacheModeCA, maxDynamicSharedSizeBytes;
-	int rest[23];
+  size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
+  int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, cacheModeCA, maxDynamicSharedSizeBytes;
+  int rest[23];
 };
 
 typedef struct {
-	unsigned long long flags;
-	CUstream uploadStream;
-	CUgraphNode errNode;
-	int result;
+  unsigned long long flags;
+  CUstream uploadStream;
+  CUgraphNode errNode;
+  int result;
 } CUDA_GRAPH_INSTANTIATE_PARAMS;
 
 _Static_assert(sizeof(cudaLaunchConfig_t) == 56, "public ABI");

@@ -24,20 +24,21 @@ int rt_device(void);
 CUcontext rt_context_of(int device);
 
 CUfunction rt_function(const struct driver_table *drv, const void *func);
+void rt_registry_lock(void);
+void rt_registry_unlock(void);
 void rt_function_handle(const void *handle);
 void *rt_symbol(const struct driver_table *drv, const void *symbol, size_t *bytes);
 
 /* RUNTIME(name, (parameters), expression over `drv`) defines the exported function; RUNTIME_TWIN also its twin. */
-#define RUNTIME_ONE(name, twin, params, expression)            \
-	EXPORT cudaError_t name params                         \
-	{                                                      \
-		const struct driver_table *drv = rt_enter(twin); \
-		return drv ? rt_finish(expression) : rt_failed(); \
-	}
+#define RUNTIME_ONE(name, twin, params, expression)                                                                    \
+  EXPORT cudaError_t name params {                                                                                     \
+    const struct driver_table *drv = rt_enter(twin);                                                                   \
+    return drv ? rt_finish(expression) : rt_failed();                                                                  \
+  }
 #define RUNTIME(name, params, expression) RUNTIME_ONE(name, PLAIN, params, expression)
-#define RUNTIME_TWIN(name, suffix, params, expression) \
-	RUNTIME_ONE(name, PLAIN, params, expression)   \
-	RUNTIME_ONE(name##suffix, TWIN, params, expression)
+#define RUNTIME_TWIN(name, suffix, params, expression)                                                                 \
+  RUNTIME_ONE(name, PLAIN, params, expression)                                                                         \
+  RUNTIME_ONE(name##suffix, TWIN, params, expression)
 
 #define DEVPTR(pointer) ((CUdeviceptr)(pointer))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -57,7 +58,7 @@ class Conductor:
         hooks = [found[name] for name in hooked_names(library) if name in found]
         self.missing[path] = [name for name in hooked_names(library) if name not in found]
         self.instructions[path] = instruction_classes(hooks)
-        for hook in hooks:
+        for hook in (hook for hook in hooks if re.fullmatch(self.options.get("match", ".*"), hook.name)):
             self.counters.add(Place(f"{library}:{hook.name}", path, hook.probe_offset))
 
     def count_looked_up(self, rows: list[dict[str, Any]]) -> None:

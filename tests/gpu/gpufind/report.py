@@ -11,7 +11,7 @@ from gpufind.verdict import Line, conclusion, lines
 _HEAD = """# What a uprobe on libcuda sees of the real CUDA stack
 
 Written by `make test-gpu` ({when}); the raw data is in `gpu-findings.json`. Counting uprobes (perf_event_open) stood
-on {places} places on one CPU, to which each step's process was pinned; what other processes call on that CPU counts too.
+on {places} places on one CPU, to which each step's process was pinned; calls by others on that CPU count too.
 "All" means at least one hit a call. CUDA: is an export of libcuda, CUDA@: an address that only cuGetProcAddress tells.
 """
 
@@ -30,6 +30,7 @@ def markdown(data: dict[str, Any]) -> str:
         _section("Calls and hits", _calls(found)),
         _section("Hits by symbol", _symbols(results)),
         _section("Steps", _steps(results)),
+        _section("Places without a counter", _refusals(data)),
         _section("Addresses from cuGetProcAddress", _addresses(data)),
         _section("First instructions of the hooks", _instructions(data)),
         _section("Cost of one uprobe", _cost(results)),
@@ -80,6 +81,11 @@ def _steps(results: list[dict[str, Any]]) -> str:
         notes += [f"{key} {value}" for key, value in r["facts"].items() if isinstance(value, str)]
         rows.append((r["step"], r["state"], r.get("seconds"), "; ".join(notes)))
     return _table(("step", "state", "seconds", "notes"), rows)
+
+
+def _refusals(data: dict[str, Any]) -> str:
+    rows = [*data["errors"].items(), *(("library", problem) for problem in data["problems"])]
+    return _table(("place", "why"), rows)
 
 
 def fact(results: list[dict[str, Any]], name: str) -> Any:

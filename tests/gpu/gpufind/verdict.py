@@ -28,10 +28,10 @@ class Line(NamedTuple):
 
 
 def _sum(hits: dict[str, int], library: str, pattern: str, counted: set[str]) -> int | None:
-    if not pattern or library not in counted:
-        return None
-    names = ((label.partition(":"), count) for label, count in hits.items())
-    return sum(count for (kind, _, name), count in names if kind == library and is_variant(name, pattern))
+    """Hits of the names that were counted; None where not one was: that is not "none"."""
+    labels = (label for label in counted if label.startswith(f"{library}:"))
+    meant = [label for label in labels if pattern and is_variant(label.partition(":")[2], pattern)]
+    return sum(hits.get(label, 0) for label in meant) if meant else None
 
 
 def judge(hits: int | None, calls: int, codes: list[int]) -> tuple[str, str]:
@@ -52,7 +52,7 @@ def judge(hits: int | None, calls: int, codes: list[int]) -> tuple[str, str]:
 
 
 def lines(results: list[dict[str, Any]], counted: set[str]) -> Iterator[Line]:
-    """All expectations of all windows."""
+    """All expectations of all windows; `counted` holds the labels that had a counter."""
     for result in results:
         for row in result["rows"]:
             for e in row["expects"]:
@@ -68,17 +68,17 @@ def _line(result: dict[str, Any], row: dict[str, Any], e: dict[str, str], counte
 
 
 def _named(line: Line) -> str:
-    hits = f"{line.driver} hits in {line.calls} calls" if line.driver is not None else line.why
-    return f"{line.origin} {line.family} ({line.what}: {hits})"
+    hits = f"{line.family} ({line.what}) {line.driver} hits in {line.calls} calls" if line.driver is not None else ""
+    texts = [hits or f"{line.family} ({line.what})", line.why]
+    texts += [f"but {line.looked_up} at the looked-up address" if line.looked_up else ""]
+    return ", ".join(text for text in texts if text)
 
 
 def _by_state(found: list[Line]) -> dict[str, list[str]]:
-    groups: defaultdict[str, list[str]] = defaultdict(list)
+    groups: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for line in found:
-        text = _named(line) + (f", {line.why}" if line.why and line.driver is not None else "")
-        text += f", but {line.looked_up} at the looked-up address" if line.looked_up else ""
-        groups[line.state].append(text)
-    return groups
+        groups[line.state][line.origin].append(_named(line))
+    return {state: [f"**{who}**: {'; '.join(what)}" for who, what in by.items()] for state, by in groups.items()}
 
 
 def conclusion(found: list[Line], not_run: dict[str, str], refused: str) -> list[str]:
@@ -94,12 +94,14 @@ def conclusion(found: list[Line], not_run: dict[str, str], refused: str) -> list
         "unknown": "Unknown",
     }
     for state in STATES:
-        items = rest[state] + ([f"{name} ({why})" for name, why in not_run.items()] if state == "unknown" else [])
-        texts.append(f"{heads[state]}: {'; '.join(items) if items else 'nothing'}.")
+        items = rest.get(state, [])
+        items += [f"**{name}** ({why})" for name, why in not_run.items()] if state == "unknown" else []
+        texts.append("\n  - ".join([f"{heads[state]}:", *items]) if items else f"{heads[state]}: nothing.")
     return texts
 
 
 def _control(control: list[Line]) -> str:
+    control = [line for line in control if line.driver is not None]
     if not control:
         return "The control (calls of libcuda by name) did not run: take the counts with care."
     wrong = [line for line in control if line.driver != line.calls]
