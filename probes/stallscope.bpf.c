@@ -83,12 +83,7 @@ INL void push(struct wire_row *r, u32 d, struct hit *h, u64 sp, u32 pick) {
 }
 
 INL u64 next_in_comm(struct hit *h) {
-  struct comm_key k = {.tgid = h->id >> 32, .comm = argument(h->a, COMM_OF(h->cookie))};
-  u64 zero = 0, *s = comms.lookup(&k);
-  if (!s) {
-    comms.insert(&k, &zero);
-    s = comms.lookup(&k);
-  }
+  u64 *s = sequence_of(h->id >> 32, argument(h->a, COMM_OF(h->cookie)));
   if (s) return __sync_fetch_and_add(s, 1);
   bump(WIRE_SEEN_NO_COMM);
   h->flags |= WIRE_NO_SEQ;
@@ -232,88 +227,4 @@ ON("uprobe") int pair_return(struct pt_regs *ctx) {
   return do_return(ctx, bpf_get_attach_cookie(ctx));
 }
 
-/* A thread that ends, or an exec, inside calls: they become events, not open questions. */
-INL void release(struct wire_row *r, u64 id) {
-  u32 d = r->depth < WIRE_DEPTH ? r->depth : WIRE_DEPTH;
-  u64 now = bpf_ktime_get_ns();
-  r->seq++;
-#pragma unroll
-  for (u32 j = 0; j < WIRE_DEPTH; j++) {
-    if (j >= d) continue;
-    struct wire_frame *f = frame_at(r, j);
-    struct hit h = {.cookie = f->cookie, .id = id, .n = f->n, .ts = f->ts_ns, .slot = r->slot, .flags = f->flags};
-    struct wire_rec *v = vital.ringbuf_reserve(sizeof(*v));
-    if (!v) {
-      bump(WIRE_LOST_VITAL);
-      if (!(f->flags & WIRE_ENTERED)) {
-        struct wire_count *c = count_of(r->slot, HOOK_OF(f->cookie));
-        if (c) __sync_fetch_and_add(&c->lost, 1);
-      }
-      continue;
-    }
-    fill(v, &h, WIRE_ABANDONED, j);
-    v->dur_ns = now - f->ts_ns;
-    vital.ringbuf_submit(v, BPF_RB_NO_WAKEUP);
-  }
-  r->depth = 0;
-  r->seq++;
-}
-
-ON("raw_tracepoint/sched_process_fork") int on_fork(raw_ctx *ctx) {
-  u64 id = bpf_get_current_pid_tgid();
-  u32 tgid = id >> 32, child = 0, *s = procs.lookup(&tgid), slot = 0;
-  if (!s || !(*s & PROC_FOLLOW)) return 0;
-  bpf_probe_read_kernel(&child, 4, (void *)(ctx->args[1] + setting(WIRE_CONF_TGID)));
-  if (child == tgid) return 0; /* a thread */
-#pragma unroll
-  for (u32 j = 0; j < WIRE_PROCS / 2; j++) {
-    u32 k = (child + j) & (WIRE_PROCS - 1);
-    if (slot || !k) continue;
-    struct wire_slot *p = slots.lookup(&k);
-    if (p && !p->tgid && !__sync_val_compare_and_swap(&p->tgid, 0, child)) slot = k;
-  }
-  if (slot) {
-    u32 entry = slot | PROC_FOLLOW;
-    procs.update(&child, &entry);
-  } else bump(WIRE_SEEN_NO_SLOT);
-  life(WIRE_FORK, id, *s & PROC_SLOT, child, slot);
-  return 0;
-}
-
-ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
-  u64 id = bpf_get_current_pid_tgid(), old = (id >> 32 << 32) | (u32)ctx->args[1];
-  u32 slot, tgid = id >> 32, *s = procs.lookup(&tgid);
-  if (!s) return 0;
-  struct wire_row *r = row_of(id, 0, &slot);
-  if (r) release(r, id);
-  if (old != id) { /* exec in a thread that was not the leader: it takes over the leader's tid */
-    r = row_of(old, 0, &slot);
-    if (r) {
-      release(r, old);
-      r->owner = 0;
-    }
-  }
-  life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, 0);
-  return 0;
-}
-
-ON("raw_tracepoint/sched_process_exit") int on_exit(raw_ctx *ctx) {
-  u64 id = bpf_get_current_pid_tgid(), signal = 0;
-  u32 slot, code = 0, live = 1, tgid = id >> 32, *s = procs.lookup(&tgid);
-  if (!s) return 0;
-  struct wire_row *r = row_of(id, 0, &slot);
-  if (r) {
-    release(r, id);
-    r->owner = 0;
-  }
-  bpf_probe_read_kernel(&signal, 8, (void *)(ctx->args[0] + setting(WIRE_CONF_SIGNAL)));
-  bpf_probe_read_kernel(&live, 4, (void *)(signal + setting(WIRE_CONF_LIVE)));
-  if (live) return 0;
-  bpf_probe_read_kernel(&code, 4, (void *)(ctx->args[0] + setting(WIRE_CONF_EXIT_CODE)));
-  slot = *s & PROC_SLOT;
-  procs.delete(&tgid);
-  life(WIRE_EXIT, id, slot, code, 0);
-  struct wire_slot *p = slots.lookup(&slot);
-  if (p && p->tgid == tgid) p->dead = 1;
-  return 0;
-}
+#include "life.h"

@@ -136,5 +136,7 @@ int main(int argc, char **argv) {
   printf(", ");
   tally_print("", &sum);
   puts("}");
+  fflush(stdout);
+  if (getenv("MILLION_LINGER")) (void)!fgets((char[8]){0}, 8, stdin);
   return 0;
 }

@@ -46,7 +46,7 @@ class Losses:
     def __init__(self, read: Callable[[int], int], send: Send) -> None:
         self._read = read
         self._send = send
-        self._seen = {place: 0 for place in LOSS_PLACES}
+        self._seen = dict.fromkeys(LOSS_PLACES, 0)
         self._open: dict[int, _Open] = {}
         self._last_ns = 0
         self._sent: dict[str, int] = {}

@@ -18,7 +18,7 @@ MAX_MAPS_BYTES = 16 << 20
 
 
 class Mapping(NamedTuple):
-    """One executable mapping of a file: addresses, file offset in bytes, device (major, minor), inode, path as shown."""
+    """One executable mapping: addresses, file offset in bytes, device (major, minor), inode, path as shown."""
 
     start: int
     end: int

@@ -31,8 +31,8 @@ from stallscope.wire.frames import Kind
 __all__ = ["Session", "Settings"]
 
 POLL_MS = 10
-BATCH_RECORDS = 16384
-ROUNDS = 8
+BATCH_RECORDS = 8192
+ROUNDS = 16
 SLOW_PERIOD_NS = 1_000_000_000
 INFLIGHT_MIN_NS = 100_000_000
 _LIFE_KINDS = b"\x04\x05\x06"
@@ -165,10 +165,11 @@ class Session:
         return total
 
     def _ship(self, recs: bytes, n_recs: int, uids: bytes, n_uids: int) -> None:
-        if n_recs:
-            self.outbox.send(Kind.EVENTS, {"count": n_recs, "data": recs})
+        # Ids first: a creation's entry carries the id and must not come after its return.
         if n_uids:
             self.outbox.send(Kind.UIDS, {"count": n_uids, "data": uids})
+        if n_recs:
+            self.outbox.send(Kind.EVENTS, {"count": n_recs, "data": recs})
 
     def _life(self, recs: bytes, count: int) -> None:
         """Process events are in the same ring as the calls, so that their order is right."""

@@ -70,7 +70,7 @@ class Tables:
         out = []
         for row in self.rows.inflight():
             proc = proc_of_slot(row.slot)
-            frames = [[f.hook, f.ts_ns, f.n, f.flags, list(f.a)] for f in row.frames]
+            frames: list[list[Any]] = [[f.hook, f.ts_ns, f.n, f.flags, list(f.a)] for f in row.frames]
             if proc is not None and frames and now_ns - frames[0][1] >= min_age_ns:
                 out.append([proc, row.tid, frames])
         return out
