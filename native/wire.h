@@ -45,29 +45,36 @@ enum wire_flag {
 
 /* Places where something is turned away; index into the ctl map. */
 enum wire_ctl {
-  WIRE_LOST_BULK = 0,       /* bulk ring full */
-  WIRE_LOST_VITAL = 1,      /* vital ring full */
-  WIRE_LOST_NO_ROW = 2,     /* thread table full: call counted, not timed, not recorded */
-  WIRE_LOST_DEEP = 3,       /* nested deeper than WIRE_DEPTH */
-  WIRE_LOST_STALE = 4,      /* never returned in sight: longjmp or an exception passed it */
-  WIRE_LOST_LIFE = 5,       /* vital ring full for a fork, exec or exit record */
-  WIRE_SEEN_ORPHAN = 8,     /* return without an entry: the call began before the link */
-  WIRE_SEEN_NO_COMM = 9,    /* communicator table full: operation without sequence number */
-  WIRE_SEEN_NO_SLOT = 10,   /* forked child found no free process slot */
-  WIRE_CONF_TGID = 16,      /* offset of task_struct.tgid */
-  WIRE_CONF_SIGNAL = 17,    /* offset of task_struct.signal */
-  WIRE_CONF_LIVE = 18,      /* offset of signal_struct.live */
-  WIRE_CONF_EXIT_CODE = 19, /* offset of task_struct.exit_code */
-  WIRE_CONF_LONG_NS = 20,   /* waits from this duration on are always recorded */
+  WIRE_LOST_BULK = 0,         /* bulk ring full */
+  WIRE_LOST_VITAL = 1,        /* vital ring full */
+  WIRE_LOST_NO_ROW = 2,       /* thread table full: call counted, not timed, not recorded */
+  WIRE_LOST_DEEP = 3,         /* nested deeper than WIRE_DEPTH */
+  WIRE_LOST_STALE = 4,        /* never returned in sight: longjmp or an exception passed it */
+  WIRE_LOST_LIFE = 5,         /* vital ring full for a fork, exec or exit record */
+  WIRE_SEEN_ORPHAN = 8,       /* return without an entry: the call began before the link */
+  WIRE_SEEN_NO_COMM = 9,      /* communicator table full: operation without sequence number */
+  WIRE_SEEN_NO_SLOT = 10,     /* forked child found no free process slot */
+  WIRE_CONF_TGID = 16,        /* offset of task_struct.tgid */
+  WIRE_CONF_SIGNAL = 17,      /* offset of task_struct.signal */
+  WIRE_CONF_LIVE = 18,        /* offset of signal_struct.live */
+  WIRE_CONF_EXIT_CODE = 19,   /* offset of task_struct.exit_code */
+  WIRE_CONF_LONG_NS = 20,     /* waits from this duration on are always recorded */
+  WIRE_CONF_SHARED = 21,      /* bit per file: its unfiltered link counts, not the links of single processes */
+  WIRE_CONF_NS_LEVEL = 22,    /* depth of the tracer's pid namespace; 0 = the host's */
+  WIRE_CONF_THREAD_PID = 23,  /* offset of task_struct.thread_pid */
+  WIRE_CONF_LEADER = 24,      /* offset of task_struct.group_leader */
+  WIRE_CONF_PID_LEVEL = 25,   /* offset of pid.level */
+  WIRE_CONF_PID_NUMBERS = 26, /* offset of pid.numbers */
   WIRE_CTL_SIZE = 64,
 };
 
 /* The link cookie: a hook's constant descriptor.
- *   63    56 55 52 51 48 47  44 43  40 39     32 31        20 19  12 11    0
- *  +--------+-----+-----+------+------+---------+------------+------+-------+
- *  |    0   | uid | out | nstk | comm |  flags  |  time id   |family| hook  |
- *  +--------+-----+-----+------+------+---------+------------+------+-------+
+ *   60  56 55 52 51 48 47  44 43  40 39     32 31        20 19  12 11    0
+ *  +------+-----+-----+------+------+---------+------------+------+-------+
+ *  | file | uid | out | nstk | comm |  flags  |  time id   |family| hook  |
+ *  +------+-----+-----+------+------+---------+------------+------+-------+
  * comm, out, uid: argument index + 1 (0 = none); 7 and 8 are the first and second stack word.
+ * file: number of the probed file in this session, set at the link; WIRE_NO_FILE = never shared.
  * Example: ncclAllReduce, hook 300, family 8, time id 200, comm in argument 5, one stack word: 0x0000_1606_0c80_812c
  */
 enum wire_cookie_flag {
@@ -76,6 +83,7 @@ enum wire_cookie_flag {
   WIRE_HOOK_CONFIG = 4,      /* argument 0 points to a launch config: grid, block, smem, stream come from it */
   WIRE_HOOK_DRIVER = 8,      /* nested when it returns into a probed runtime */
   WIRE_HOOK_UID_VALUE = 16,  /* a unique id passed by value stands in the first 128 bytes of stack arguments */
+  WIRE_HOOK_SHARED = 64,     /* the link is not filtered by process */
   WIRE_HOOK_UID_RETURN = 32, /* the unique id behind argument uid exists at the return, not at the entry */
 };
 
@@ -136,8 +144,8 @@ struct wire_row {
   uint32_t seq;
   uint32_t depth; /* may exceed WIRE_DEPTH */
   uint32_t slot;
-  uint32_t reserved;
-  uint64_t calls; /* entries into hooks, launches too: tells a live thread from a silent one */
+  uint32_t shared; /* bit per file: this thread's hits are counted by the unfiltered link */
+  uint64_t calls;  /* entries into hooks, launches too: tells a live thread from a silent one */
   struct wire_frame f[WIRE_DEPTH];
 };
 

@@ -29,10 +29,11 @@ INL void release(struct wire_row *r, u64 id) {
 }
 
 ON("raw_tracepoint/sched_process_fork") int on_fork(raw_ctx *ctx) {
-  u64 id = bpf_get_current_pid_tgid();
-  u32 tgid = id >> 32, child = 0, *s = procs.lookup(&tgid), slot = 0;
+  u64 id = current_id();
+  u32 tgid = id >> 32, child = 0, *s = procs.lookup(&tgid), slot = 0, level = setting(WIRE_CONF_NS_LEVEL);
   if (!s || !(*s & PROC_FOLLOW)) return 0;
-  bpf_probe_read_kernel(&child, 4, (void *)(ctx->args[1] + setting(WIRE_CONF_TGID)));
+  if (level) child = id_in_namespace(ctx->args[1], level) >> 32;
+  else bpf_probe_read_kernel(&child, 4, (void *)(ctx->args[1] + setting(WIRE_CONF_TGID)));
   if (child == tgid) return 0; /* a thread */
 #pragma unroll
   for (u32 j = 0; j < WIRE_PROCS / 2; j++) {
@@ -50,7 +51,7 @@ ON("raw_tracepoint/sched_process_fork") int on_fork(raw_ctx *ctx) {
 }
 
 ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
-  u64 id = bpf_get_current_pid_tgid(), old = (id >> 32 << 32) | (u32)ctx->args[1];
+  u64 id = current_id(), old = (id >> 32 << 32) | (u32)ctx->args[1];
   u32 slot, tgid = id >> 32, *s = procs.lookup(&tgid);
   if (!s) return 0;
   struct wire_row *r = row_of(id, 0, &slot);
@@ -67,7 +68,7 @@ ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
 }
 
 ON("raw_tracepoint/sched_process_exit") int on_exit(raw_ctx *ctx) {
-  u64 id = bpf_get_current_pid_tgid(), signal = 0;
+  u64 id = current_id(), signal = 0;
   u32 slot, code = 0, live = 1, tgid = id >> 32, *s = procs.lookup(&tgid);
   if (!s) return 0;
   struct wire_row *r = row_of(id, 0, &slot);
@@ -84,5 +85,17 @@ ON("raw_tracepoint/sched_process_exit") int on_exit(raw_ctx *ctx) {
   life(WIRE_EXIT, id, slot, code, 0);
   struct wire_slot *p = slots.lookup(&slot);
   if (p && p->tgid == tgid) p->dead = 1;
+  return 0;
+}
+
+/* Run once by hand (BPF_PROG_TEST_RUN) in the tracer's own context: how deep its pid namespace is. From inside a
+ * container no file tells. Never attached. */
+ON("raw_tracepoint/sys_enter") int who_am_i(raw_ctx *ctx) {
+  u64 pid = 0;
+  u32 level = 0, place = WIRE_CONF_NS_LEVEL;
+  bpf_probe_read_kernel(&pid, 8, (void *)(bpf_get_current_task() + setting(WIRE_CONF_THREAD_PID)));
+  bpf_probe_read_kernel(&level, 4, (void *)(pid + setting(WIRE_CONF_PID_LEVEL)));
+  u64 *p = ctl.lookup(&place);
+  if (p) *p = level;
   return 0;
 }

@@ -36,6 +36,26 @@ INL u64 setting(u32 index) {
   return p ? *p : 0;
 }
 
+/* tgid << 32 | tid as the tracer's pid namespace numbers them; 0 for a task it can't see. */
+INL u64 id_in_namespace(u64 task, u32 level) {
+  u64 leader = 0, pid = 0;
+  u32 depth = 0, tid = 0, tgid = 0;
+  bpf_probe_read_kernel(&pid, 8, (void *)(task + setting(WIRE_CONF_THREAD_PID)));
+  bpf_probe_read_kernel(&depth, 4, (void *)(pid + setting(WIRE_CONF_PID_LEVEL)));
+  if (depth < level) return 0;
+  u64 number = setting(WIRE_CONF_PID_NUMBERS) + 16 * level; /* struct upid: nr, padding, namespace */
+  bpf_probe_read_kernel(&tid, 4, (void *)(pid + number));
+  bpf_probe_read_kernel(&leader, 8, (void *)(task + setting(WIRE_CONF_LEADER)));
+  bpf_probe_read_kernel(&pid, 8, (void *)(leader + setting(WIRE_CONF_THREAD_PID)));
+  bpf_probe_read_kernel(&tgid, 4, (void *)(pid + number));
+  return (u64)tgid << 32 | tid;
+}
+
+INL u64 current_id(void) {
+  u32 level = setting(WIRE_CONF_NS_LEVEL);
+  return level ? id_in_namespace(bpf_get_current_task(), level) : bpf_get_current_pid_tgid();
+}
+
 INL struct wire_count *count_of(u32 slot, u32 hook) {
   u32 i = slot * WIRE_HOOKS + hook;
   return counts.lookup(&i);
@@ -69,9 +89,25 @@ INL struct wire_row *row_of(u64 id, int create, u32 *slot) {
   *slot = *s & PROC_SLOT;
   if (!spare || __sync_val_compare_and_swap(&spare->owner, 0, id)) return 0;
   spare->depth = 0;
+  spare->shared = 0;
   spare->calls = 0;
   spare->slot = *slot;
   return spare;
+}
+
+#define FILE_OF(k) ((u32)((k) >> 56 & 31))
+
+/* While a file passes from links of single processes to one unfiltered link, both fire at every hit. Exactly one of
+ * them counts: the kernel runs the newer link first, so the unfiltered one decides, once for each thread, and the other
+ * follows. Were each to look at the switch by itself, a hit at the moment of switching would count twice or never. */
+INL int is_mine(struct wire_row *r, u64 cookie) {
+  u32 bit = 1u << FILE_OF(cookie), unfiltered = cookie >> 32 & WIRE_HOOK_SHARED, on;
+  if (r && r->shared & bit) return unfiltered;
+  if (r && !unfiltered) return 1;
+  on = setting(WIRE_CONF_SHARED) & bit;
+  if (!r) return !on == !unfiltered;
+  if (on) r->shared |= bit;
+  return on;
 }
 
 /* The counter of a communicator's operations: open addressing like the rows, because a hash map costs 50 ns more.

@@ -21,9 +21,10 @@ INL void lose_frame(struct wire_row *r, struct wire_frame *f, u32 place) {
 }
 
 INL int do_launch(struct pt_regs *ctx, u64 cookie) {
-  struct hit h = {.cookie = cookie, .id = bpf_get_current_pid_tgid()};
+  struct hit h = {.cookie = cookie, .id = current_id()};
+  if (!h.id) return 0;
   struct wire_row *r = row_of(h.id, 1, &h.slot);
-  if (!h.slot) return 0;
+  if (!h.slot || !is_mine(r, cookie)) return 0;
   if (r) r->calls++;
   struct wire_count *c = count_of(h.slot, HOOK_OF(cookie));
   if (!c) return 0;
@@ -103,9 +104,10 @@ INL void record_entry(struct hit *h, struct pt_regs *ctx, u32 depth) {
 }
 
 INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
-  struct hit h = {.cookie = cookie, .id = bpf_get_current_pid_tgid()};
+  struct hit h = {.cookie = cookie, .id = current_id()};
+  if (!h.id) return 0;
   struct wire_row *r = row_of(h.id, 1, &h.slot);
-  if (!h.slot) return 0;
+  if (!h.slot || !is_mine(r, cookie)) return 0;
   struct wire_count *c = count_of(h.slot, HOOK_OF(cookie));
   if (!c) return 0;
   h.n = __sync_fetch_and_add(&c->calls, 1);
@@ -177,10 +179,10 @@ INL void record_done(struct wire_row *r, struct wire_frame *f, u64 id, u64 dur, 
 }
 
 INL int do_return(struct pt_regs *ctx, u64 cookie) {
-  u64 id = bpf_get_current_pid_tgid(), sp = ENTRY_SP(ctx);
+  u64 id = current_id(), sp = ENTRY_SP(ctx);
   u32 slot;
-  struct wire_row *r = row_of(id, 0, &slot);
-  if (!r) return 0;
+  struct wire_row *r = id ? row_of(id, 0, &slot) : 0;
+  if (!r || !is_mine(r, cookie)) return 0;
   u32 d = r->depth;
   if (!d) {
     bump(WIRE_SEEN_ORPHAN);

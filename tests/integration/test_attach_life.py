@@ -40,7 +40,7 @@ def test_already_inside_a_wait(how: str) -> None:
 def test_next_calls_are_exact(how: str, way: str) -> None:
     """The call found inside ends; what comes after it is counted exactly, and nothing stays in flight."""
     environment = {"STALLSCOPE_SIM_WAIT": how, "STALLSCOPE_SIM_DRIVER": way}
-    with Program([TARGETS / "inwait", "3", "2500", "10"], env=environment) as program:
+    with Program([TARGETS / "inwait", "3", "3500", "10"], env=environment) as program:
         program.wait_for("waiting")
         with Tracer([program.pid]).attached() as tracer:
             truth = program.truth()

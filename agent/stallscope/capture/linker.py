@@ -8,26 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from stallscope.capture.libmatch import match
-from stallscope.capture.links import UprobeLink
 from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, clean, executable_mappings
+from stallscope.capture.sharing import Sharing
 from stallscope.capture.target import LinkedLibrary, Point, Resolved, Target
 from stallscope.errors import StallscopeError, TargetProblem
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import BY_NAME, HOOKS, Hook
 
-__all__ = ["Linker", "program_of"]
+__all__ = ["Linker", "open_mapping"]
 
-NCCL_KINDS = ("collective", "p2p", "group", "comm")
 MAX_RANGES = 4
 FileKey = tuple[tuple[int, int], int]
-
-
-def program_of(hook: Hook) -> str:
-    """Name of the BPF program for the hook's entry."""
-    if hook.mode == "ENTRY":
-        return "launch"
-    return "nccl_enter" if hook.kind in NCCL_KINDS else "wait_enter"
 
 
 def wanted(library: str | None) -> list[Hook]:
@@ -39,7 +31,7 @@ class Linker:
     """Links hooks of mapped files into one process at a time.
 
     Args:
-        programs: BPF program name -> descriptor.
+        sharing: makes the links.
         set_ranges: (slot, [(start, end)]) writes the runtime address ranges that mark driver calls as nested.
         send: takes frames.
         clock: CLOCK_MONOTONIC in ns.
@@ -50,13 +42,13 @@ class Linker:
 
     def __init__(
         self,
-        programs: dict[str, int],
+        sharing: Sharing,
         parser: ParserClient,
         set_ranges: Callable[[int, list[tuple[int, int]]], None],
         send: Callable[[Kind, dict[str, Any]], None],
         clock: Callable[[], int],
     ) -> None:
-        self._programs = programs
+        self._sharing = sharing
         self._parser = parser
         self._set_ranges = set_ranges
         self._send = send
@@ -88,7 +80,7 @@ class Linker:
             linked = LinkedLibrary(theirs.library, theirs.path, dict(theirs.hooks), resolved=theirs.resolved, fd=-1)
             try:
                 linked.fd = os.dup(theirs.fd)
-                self._attach(target, linked, linked.fd, theirs.resolved.points)
+                self._sharing.link(target, linked)
             except (OSError, StallscopeError) as error:
                 linked.close()
                 if not isinstance(error, TargetProblem):
@@ -145,7 +137,7 @@ class Linker:
             name = library or resolved.points[0].hook.library
             linked = LinkedLibrary(name, clean(mapping.path), resolved=resolved, fd=fd)
             self._add_ranges(target, linked, mapping, resolved.points, static=library is None)
-            self._attach(target, linked, fd, resolved.points)
+            self._sharing.link(target, linked)
         except BaseException:
             os.close(fd)
             raise
@@ -158,6 +150,8 @@ class Linker:
 
     def _announce(self, target: Target, linked: LinkedLibrary, appeared_ns: int | None) -> None:
         now, resolved = linked.at_ns, linked.resolved
+        if linked.shared:
+            appeared_ns = None  # the unfiltered links were there before the process had the library
         if self.before_link is not None:
             self.before_link(target, now)
         self._send(
@@ -185,34 +179,6 @@ class Linker:
             answer = self._parser.symbols(fd, [hook.name for hook in hooks])
             self._known[key] = Resolved(answer.build_id, _points(answer.symbols), answer.imported, answer.stripped)
         return self._known[key]
-
-    def _attach(self, target: Target, linked: LinkedLibrary, fd: int, points: list[Point]) -> None:
-        # Returns first: a call whose entry is seen must not lose its return.
-        pairs = [p for p in points if p.hook.mode == "PAIR"]
-        try:
-            if pairs:
-                linked.returns.append(self._link("pair_return", fd, pairs, target.pid, is_return=True))
-                returning = set(linked.returns[0].offsets)
-                points = [p for p in points if p.hook.mode != "PAIR" or p.probe_offset in returning]
-            for name in ("launch", "wait_enter", "nccl_enter"):
-                chosen = [p for p in points if program_of(p.hook) == name]
-                if chosen:
-                    linked.entries.append(self._link(name, fd, chosen, target.pid, is_return=False))
-        except BaseException:
-            for link in linked.entries + linked.returns:
-                link.close()
-            raise
-        target.late_notes += [note for link in linked.entries + linked.returns for note in link.notes]
-
-    def _link(self, program: str, fd: int, points: list[Point], pid: int, *, is_return: bool) -> UprobeLink:
-        return UprobeLink.attach(
-            self._programs[program],
-            fd,
-            [p.probe_offset for p in points],
-            [p.hook.cookie for p in points],
-            pid,
-            is_return,
-        )
 
     def _add_ranges(
         self, target: Target, linked: LinkedLibrary, mapping: Mapping, points: list[Point], *, static: bool

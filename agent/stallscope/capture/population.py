@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import select
 import struct
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
 from stallscope.capture.procfs import Facts, children_of, facts_of
+from stallscope.capture.reaper import Reaper
+from stallscope.capture.sharing import Sharing
 from stallscope.capture.tables import Tables
 from stallscope.capture.target import Target
 from stallscope.errors import TargetProblem
@@ -32,6 +32,8 @@ class Population:
         self,
         tables: Tables,
         linker: Linker,
+        sharing: Sharing,
+        reaper: Reaper,
         send: Callable[[Kind, dict[str, Any]], None],
         clock: Callable[[], int],
         *,
@@ -46,7 +48,8 @@ class Population:
         self._by_slot: dict[int, Target] = {}
         self._dead: list[tuple[Target, int, int]] = []
         self._next_proc = 1
-        self._reaper = _Reaper()
+        self._reaper = reaper
+        self._sharing = sharing
         linker.before_link = self.send_counts
 
     def live(self) -> list[Target]:
@@ -208,6 +211,8 @@ class Population:
             )
             if not target.linked and target.parent is not None:
                 self._never_linked(target, ts_ns)
+            for linked in target.linked.values():
+                self._sharing.forget(linked)
             self._reaper.close_later(*target.links())
             target.close()
             self._free_slot(target.slot)
@@ -237,7 +242,7 @@ class Population:
 
     def unlink_all(self) -> None:
         """Take every probe away; calls in flight stay in their rows."""
-        pairs = [target.links() for target in self.live()]
+        pairs = [target.links() for target in self.live()] + [self._sharing.links()]
         close_all([x for entries, _ in pairs for x in entries], [x for _, returns in pairs for x in returns])
         for target in self.live():
             target.linked.clear()
@@ -250,30 +255,6 @@ def _inherited(pid: int, ppid: int, parent: Target | None, start_ns: int) -> Fac
         return Facts(pid, None, ppid, "?", [], None, start_ns, 0)
     facts = parent.facts
     return Facts(pid, None, ppid, facts.name, facts.cmdline, facts.container_id, start_ns, facts.uid)
-
-
-class _Reaper:
-    """Closes the links of ended processes in a thread: the kernel takes some 20 ms a link, and a look must not wait."""
-
-    def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[tuple[list[Any], list[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def close_later(self, entries: list[Any], returns: list[Any]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="unlink", daemon=True)
-            self._thread.start()
-        self._todo.put((entries, returns))
-
-    def _work(self) -> None:
-        while (links := self._todo.get()) is not None:
-            close_all(*links)
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self._todo.put(None)
-            self._thread.join()
-            self._thread = None
 
 
 def _pidfd_ended(pidfd: int) -> bool:

@@ -10,8 +10,7 @@ import contextlib
 import select
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from stallscope.capture.costs import Costs
 from stallscope.capture.discovery import Discovery, Mapped
@@ -24,6 +23,8 @@ from stallscope.capture.outbox import Outbox
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.population import Population
 from stallscope.capture.procfs import Mapping
+from stallscope.capture.reaper import Reaper
+from stallscope.capture.sharing import LINKS_PER_FILE, Sharing
 from stallscope.capture.tables import Tables
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
@@ -48,6 +49,7 @@ class Settings:
         children: whether their children are traced too.
         one_in: record one in so many launches, copies and short waits.
         long_ns: waits from this duration on are always recorded.
+        links_per_file: filtered links a file before unfiltered ones take over (capture/sharing.py).
         duration_s: end after so many seconds; None = when the targets end.
     """
 
@@ -56,7 +58,7 @@ class Settings:
     one_in: float = 100.0
     long_ns: int = 200_000
     duration_s: float | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    links_per_file: int = LINKS_PER_FILE
 
 
 class Session:
@@ -68,8 +70,12 @@ class Session:
         self._loaded = loaded
         self._clock = time.monotonic_ns
         self.tables = Tables(loaded.maps, settings)
-        self._linker = Linker(loaded.programs, parser, self.tables.ranges.set, outbox.send, self._clock)
-        self.population = Population(self.tables, self._linker, outbox.send, self._clock, follow=settings.children)
+        reaper = Reaper()
+        sharing = Sharing(loaded.programs, self.tables.share, reaper.close_later, settings.links_per_file)
+        self._linker = Linker(sharing, parser, self.tables.ranges.set, outbox.send, self._clock)
+        self.population = Population(
+            self.tables, self._linker, sharing, reaper, outbox.send, self._clock, follow=settings.children
+        )
         self._inference = Inference(parser, self.tables.rows, outbox.send, self._clock)
         self._losses = Losses(self.tables.ctl.get, outbox.send)
         self._costs = costs
@@ -85,7 +91,10 @@ class Session:
         Raises TargetProblem when no given process is there, PermissionProblem or CaptureProblem when the kernel
         refuses.
         """
+        self.tables.find_namespace(self._loaded.programs["who_am_i"])
         for program, tracepoint in self._loaded.tracepoints.items():
+            if program == "who_am_i":
+                continue
             self._tracepoints.append(RawTracepoint.attach(self._loaded.programs[program], tracepoint))
         # Discovery before the scan of the maps: what is mapped in between is seen twice rather than never.
         self._discovery = Discovery()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stallscope.capture.bpfmaps import ProcsMap
-from stallscope.capture.kernel import btf_offsets
+from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.rings import Conf, Ctl, Ranges, Ring, Rows, SlotCounters, Slots
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import HOOKS
@@ -20,8 +22,11 @@ BULK_BYTES = 16 << 20
 VITAL_BYTES = 4 << 20
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
 _OFFSETS = {16: ("task_struct", "tgid"), 17: ("task_struct", "signal"), 18: ("signal_struct", "live"),
-            19: ("task_struct", "exit_code")}  # fmt: skip
+            19: ("task_struct", "exit_code"), 23: ("task_struct", "thread_pid"), 24: ("task_struct", "group_leader"),
+            25: ("pid", "level"), 26: ("pid", "numbers")}  # fmt: skip
 _CONF_LONG_NS = 20
+_CONF_SHARED = 21
+_PROG_TEST_RUN = 10
 _ALL = 0xFFFFFFFF
 
 
@@ -64,6 +69,21 @@ class Tables:
         self.ctl.set(_CONF_LONG_NS, settings.long_ns)
         for hook in HOOKS:
             self.conf.set(hook.id, threshold(settings.one_in) if hook.kind in SAMPLED_KINDS else _ALL)
+
+    def find_namespace(self, who_am_i: int) -> None:
+        """Let BPF number processes as this process's pid namespace does. Raises OSError.
+
+        Args:
+            who_am_i: the program of that name.
+        """
+        context = ctypes.create_string_buffer(16)
+        # struct bpf_attr, test: prog_fd, retval, 2 sizes, 2 pointers, repeat, duration, ctx_size_in, _out, ctx_in, _out
+        bpf(_PROG_TEST_RUN, struct.pack("<IIIIQQIIIIQQ", who_am_i, 0, 0, 0, 0, 0, 0, 0, 16, 0,
+                                        ctypes.addressof(context), 0) + bytes(16))  # fmt: skip
+
+    def share(self, file_number: int) -> None:
+        """From now on the unfiltered link of this file counts (native/wire.h, WIRE_CONF_SHARED)."""
+        self.ctl.set(_CONF_SHARED, self.ctl.get(_CONF_SHARED) | 1 << file_number)
 
     def inflight(self, min_age_ns: int, now_ns: int, proc_of_slot: Callable[[int], int | None]) -> list[Any]:
         """Calls that have not returned and are at least so old, as INFLIGHT frames want them."""

@@ -36,6 +36,7 @@ class LinkedLibrary:
     """One library file linked in one process.
 
     Attributes:
+        shared: the file's unfiltered links do it; there are none of this process alone.
         fd: the file itself, so that a forked child can be linked without another look-up.
         hooks: hook id -> (absolute address of the function, its size in bytes), for the stack search.
         entries, returns: link objects, closed entries first.
@@ -49,6 +50,7 @@ class LinkedLibrary:
     resolved: Resolved = field(default=Resolved(None, [], [], False))
     fd: int = -1
     at_ns: int = 0
+    shared: bool = False
 
     def close(self) -> None:
         """Let the file go; links are closed by who detaches them."""

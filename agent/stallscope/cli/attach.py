@@ -70,6 +70,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--job", action="store_true", help="also the processes of the same job (not built yet)")
     parser.add_argument("--method", choices=("auto", "bpf", "inject"), default="auto")
     parser.add_argument("--backend", choices=("auto", "bcc", "object"), default="auto", help=argparse.SUPPRESS)
+    parser.add_argument("--links-per-file", type=int, default=8, help=argparse.SUPPRESS)
     parser.add_argument(
         "--sample", type=rate, default=DEFAULT_ONE_IN, metavar="RATE",
         help="share of launches, copies and short waits to record, as 1/N or N%% (default 1/100); counts stay exact",
@@ -170,6 +171,7 @@ class Attach:
 
         args = self.args
         settings = Settings(args.pids, not args.no_children, args.sample, duration_s=args.duration)
+        settings.links_per_file = args.links_per_file
         with contextlib.closing(ParserClient()) as parser:
             parser.start(self.who.drop_uid, self.who.drop_gid)
             loaded = load(args.backend, bulk_bytes=BULK_BYTES, vital_bytes=VITAL_BYTES)
@@ -198,10 +200,14 @@ class Attach:
 
     def _say_attached(self, session: Any, settings: Any) -> None:
         targets = session.population.live()
+        if not targets:
+            print("the target ended during the attach", file=sys.stderr)
+            return
         libraries = sorted({lib.library for t in targets for lib in t.linked.values()})
         hooks = sum(len(lib.hooks) for t in targets for lib in t.linked.values())
         pids = ", ".join(f"{t.pid} ({t.facts.name})" for t in targets[:4]) + (" …" if len(targets) > 4 else "")
-        print(f"attached to PID {pids}: {hooks} functions in {len(libraries)} libraries", file=sys.stderr)
+        where = " and ".join(libraries) if libraries else "no library yet"
+        print(f"attached to PID {pids}: {hooks} functions in {where}", file=sys.stderr)
         one_in = f"{settings.one_in:g}"
         if settings.one_in > 1:
             print(f"recording 1 in {one_in} launches, copies and short waits; counts stay exact", file=sys.stderr)

@@ -65,6 +65,6 @@ def _attach(args: argparse.Namespace, job: subprocess.Popen[bytes]) -> int:
 
     wanted = argparse.Namespace(
         pids=[job.pid], duration=None, no_children=False, sample=100.0, output=None, force=False, json=args.json,
-        backend="auto",
+        backend="auto", links_per_file=8,
     )  # fmt: skip
     return Attach(wanted, caller(), on_attached=go).run()

@@ -31,7 +31,7 @@ FRAME = np.dtype(
      ("reserved", "<u2"), ("a", "<u8", 8)]
 )  # fmt: skip
 ROW = np.dtype(
-    [("owner", "<u8"), ("seq", "<u4"), ("depth", "<u4"), ("slot", "<u4"), ("reserved", "<u4"), ("calls", "<u8"),
+    [("owner", "<u8"), ("seq", "<u4"), ("depth", "<u4"), ("slot", "<u4"), ("shared", "<u4"), ("calls", "<u8"),
      ("f", FRAME, DEPTH)]
 )  # fmt: skip
 

@@ -1,0 +1,137 @@
+"""How a file is probed: by one link a process and program, or, when many processes map it, by unfiltered links.
+
+Filtered links leave other processes alone, but every link on an address costs every hit of it (about 40 ns). So beyond
+LINKS_PER_FILE processes one unfiltered set takes over, and the table of traced processes filters in BPF.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stallscope.capture.links import UprobeLink
+from stallscope.capture.target import LinkedLibrary, Point, Target
+from stallscope.wire.hook_table import Hook
+
+__all__ = ["LINKS_PER_FILE", "NO_FILE", "Sharing", "program_of"]
+
+LINKS_PER_FILE = 8
+NO_FILE = 31
+NCCL_KINDS = ("collective", "p2p", "group", "comm")
+_SHARED_FLAG = 64 << 32
+RealFile = tuple[int, int, str | None]
+
+
+def program_of(hook: Hook) -> str:
+    """Name of the BPF program for the hook's entry."""
+    if hook.mode == "ENTRY":
+        return "launch"
+    return "nccl_enter" if hook.kind in NCCL_KINDS else "wait_enter"
+
+
+@dataclass
+class _File:
+    """One real file: its number in cookies, who is linked by links of his own, the unfiltered links once there are."""
+
+    number: int
+    users: list[LinkedLibrary] = field(default_factory=list)
+    shared: LinkedLibrary | None = None
+
+
+class Sharing:
+    """Makes the links.
+
+    Args:
+        programs: BPF program name → descriptor.
+        set_shared: tells BPF that the unfiltered links of a file number count from now on.
+        close_later: takes (entry links, return links) that are no longer needed.
+        limit: filtered links a file before the unfiltered ones take over.
+    """
+
+    def __init__(
+        self,
+        programs: dict[str, int],
+        set_shared: Callable[[int], None],
+        close_later: Callable[[list[Any], list[Any]], None],
+        limit: int = LINKS_PER_FILE,
+    ) -> None:
+        self._programs = programs
+        self._set_shared = set_shared
+        self._close_later = close_later
+        self._limit = limit
+        self._files: dict[RealFile, _File] = {}
+
+    def link(self, target: Target, linked: LinkedLibrary) -> None:
+        """Probe the library in the process. Raises StallscopeError; then nothing of it is linked.
+
+        Afterwards `linked.shared` says whether the unfiltered links do it: then every call of the process is seen from
+        its first on.
+        """
+        file = self._file(linked)
+        if file.shared is None and len(file.users) >= self._limit and file.number != NO_FILE:
+            self._take_over(target, file, linked)
+        if file.shared is not None:
+            linked.shared = True
+            return
+        self._attach(linked, linked.resolved.points, target.pid, file.number << 56)
+        file.users.append(linked)
+        target.late_notes += [note for link in linked.entries + linked.returns for note in link.notes]
+
+    def forget(self, linked: LinkedLibrary) -> None:
+        """The process has ended; its own links are closed by the caller."""
+        for file in self._files.values():
+            file.users = [user for user in file.users if user is not linked]
+
+    def links(self) -> tuple[list[Any], list[Any]]:
+        """(entry, return) unfiltered links."""
+        shared = [file.shared for file in self._files.values() if file.shared is not None]
+        return [x for s in shared for x in s.entries], [x for s in shared for x in s.returns]
+
+    def _file(self, linked: LinkedLibrary) -> _File:
+        # Not the device: an overlay shows its own, while probes go to the one inode below it.
+        info = os.fstat(linked.fd)
+        key = (info.st_ino, info.st_size, linked.resolved.build_id)
+        if key not in self._files:
+            # A number is not used twice: threads remember which files' unfiltered links count for them.
+            self._files[key] = _File(min(len(self._files), NO_FILE))
+        return self._files[key]
+
+    def _take_over(self, target: Target, file: _File, linked: LinkedLibrary) -> None:
+        """Unfiltered links first, then the switch, then the filtered ones go: no hit is lost or counted twice."""
+        shared = LinkedLibrary(linked.library, linked.path, resolved=linked.resolved, fd=linked.fd)
+        self._attach(shared, linked.resolved.points, 0, file.number << 56 | _SHARED_FLAG)
+        file.shared = shared
+        self._set_shared(file.number)
+        for user in file.users:
+            self._close_later(user.entries, user.returns)
+            user.entries, user.returns, user.shared = [], [], True
+        target.late_notes.append(
+            f"{linked.path}: more than {self._limit} processes use it, so its probes are no longer limited to them: "
+            "a process outside this job that uses the same file pays about a microsecond a call"
+        )
+        file.users = []
+
+    def _attach(self, linked: LinkedLibrary, points: list[Point], pid: int, bits: int) -> None:
+        # Returns first: a call whose entry is seen must not lose its return.
+        pairs = [p for p in points if p.hook.mode == "PAIR"]
+        try:
+            if pairs:
+                linked.returns.append(self._make("pair_return", linked.fd, pairs, pid, bits, is_return=True))
+                returning = set(linked.returns[0].offsets)
+                points = [p for p in points if p.hook.mode != "PAIR" or p.probe_offset in returning]
+            for name in ("launch", "wait_enter", "nccl_enter"):
+                chosen = [p for p in points if program_of(p.hook) == name]
+                if chosen:
+                    linked.entries.append(self._make(name, linked.fd, chosen, pid, bits, is_return=False))
+        except BaseException:
+            for link in linked.entries + linked.returns:
+                link.close()
+            linked.entries, linked.returns = [], []
+            raise
+
+    def _make(self, program: str, fd: int, points: list[Point], pid: int, bits: int, *, is_return: bool) -> UprobeLink:
+        offsets = [p.probe_offset for p in points]
+        cookies = [p.hook.cookie | bits for p in points]
+        return UprobeLink.attach(self._programs[program], fd, offsets, cookies, pid, is_return)
