@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import bpftrace
+import crowd
 import detaching
 import draining
 import endtoend
@@ -28,7 +29,7 @@ from stub_library import StubLibrary, build_libraries, build_program
 from stallscope.capture.loader import load
 from stallscope.errors import StallscopeError
 
-PARTS = ("percall", "stranger", "drain", "detach", "attach")
+PARTS = ("percall", "stranger", "drain", "detach", "attach", "crowd")
 OUTPUT = Path(__file__).resolve().parents[1] / "build" / "bench.json"
 STATS_SWITCH = Path("/proc/sys/kernel/bpf_stats_enabled")
 
@@ -94,6 +95,14 @@ def attach_part(bench: Bench) -> list[Figure]:
     return found
 
 
+def crowd_part(bench: Bench) -> list[Figure]:
+    """A call when many traced processes share the library."""
+    library = endtoend.cudart()
+    if library is None:
+        raise RuntimeError("there is no libcudart to call (make build makes a simulated one)")
+    return crowd.measure(build_program("crowd"), library, bench.backends[-1], bench.rounds(7, 2))
+
+
 def stats_part(bench: Bench) -> list[Figure]:
     """Time in each BPF program; the switch adds its own cost to each run."""
     before = STATS_SWITCH.read_text()
@@ -111,6 +120,7 @@ MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "drain": drain_part,
     "detach": detach_part,
     "attach": attach_part,
+    "crowd": crowd_part,
     "stats": stats_part,
 }
 
