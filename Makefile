@@ -56,8 +56,8 @@ $(BPF_OBJECT): $(BUILD)/apt.stamp $(PROBES)
 
 build: $(BUILD)/drain.stamp $(BPF_OBJECT) ## everything that is compiled
 	$(call say,make,native/sim tests/targets)
-	$(Q)$(MAKE) -s -C native/sim OUT=$(CURDIR)/$(BUILD)/sim V=$(V)
-	$(Q)$(MAKE) -s -C tests/targets OUT=$(CURDIR)/$(BUILD)/targets V=$(V)
+	$(Q)$(MAKE) -s -C native/sim OUT=../../$(BUILD)/sim V=$(V)
+	$(Q)$(MAKE) -s -C tests/targets OUT=../../$(BUILD)/targets V=$(V)
 
 generate: ## write the hook table again from probes/hooks.def
 	$(Q)$(PYTHON) probes/gen_hooks.py
@@ -95,5 +95,5 @@ fuzz: build ## the hostile-input suites, longer
 	$(Q)STALLSCOPE_FUZZ_SECONDS=300 $(PY) -m pytest tests/fuzz
 
 clean: ## remove what make made
-	$(Q)rm -rf $(BUILD) $(VENV) agent/*.egg-info
+	$(Q)rm -rf $(BUILD) $(VENV) agent/*.egg-info .hypothesis .mypy_cache .ruff_cache
 	$(Q)find agent native probes tests bench \( -name '__pycache__' -o -name '*.so' -o -name '*.o' \) -prune -exec rm -rf {} +

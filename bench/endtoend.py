@@ -27,7 +27,7 @@ WATCH_SECONDS = 2.0
 LIMIT_SECONDS = 60.0
 MB = 1e6
 _ROOT = Path(__file__).resolve().parents[1]
-_PLACES = (_ROOT / "build/sim/lib", Path("/tmp/wh/rt/nvidia/cuda_runtime/lib"))
+_PLACES = (_ROOT / "build/sim/lib", _ROOT / "build/wheels/nvidia-cuda-runtime-cu12-12.9.79/nvidia/cuda_runtime/lib")
 _REC_BYTES = 104
 
 

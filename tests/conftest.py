@@ -10,6 +10,8 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,3 +94,36 @@ def bpf_object(tmp_path_factory: pytest.TempPathFactory, needs_tool: Callable[[s
     ]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return path
+
+
+WHEELS = ROOT / "build" / "wheels"
+
+
+def wheel_library(package: str, version: str, member: str) -> Path:
+    """A library from its wheel on PyPI, downloaded once into build/wheels; the test is skipped where that fails."""
+    place = WHEELS / f"{package}-{version}"
+    found = place / member
+    if found.exists():
+        return found
+    place.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(place)]
+    done = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True)
+    if done.returncode:
+        unavailable(f"{package} {version} can't be downloaded: {done.stderr.strip()[-200:]}")
+    (wheel,) = place.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(member, place)
+    wheel.unlink()
+    return found
+
+
+@pytest.fixture(scope="session")
+def real_cudart() -> Path:
+    """NVIDIA's runtime 12.9."""
+    return wheel_library("nvidia-cuda-runtime-cu12", "12.9.79", "nvidia/cuda_runtime/lib/libcudart.so.12")
+
+
+@pytest.fixture(scope="session")
+def real_nccl() -> Path:
+    """NVIDIA's NCCL 2.27."""
+    return wheel_library("nvidia-nccl-cu12", "2.27.5", "nvidia/nccl/lib/libnccl.so.2")

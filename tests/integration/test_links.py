@@ -197,6 +197,7 @@ def test_both_backends_load_the_same(loaded: Loaded) -> None:
         "nccl_enter",
         "pair_return",
         "on_fork",
+        "who_am_i",
         "on_exec",
         "on_exit",
     }

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import unavailable
+from conftest import wheel_library
 from harness import ROOT, TARGETS, Program, Tracer, balance, counts, recorded, unique_ids
 from test_attach_counts import hooked, own
 
 pytestmark = pytest.mark.usefixtures("needs_bpf")
-CACHE = ROOT / "build" / "wheels"
 CUDART = {"12.9.79": "nvidia-cuda-runtime-cu12"}
 NCCL = {"2.27.5": "nvidia-nccl-cu12"}
 NO_DRIVER = 35
 ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "LD_LIBRARY_PATH": ""}
-
-
-def library(package: str, version: str, member: str) -> Path:
-    """The library from its wheel, downloaded once."""
-    place = CACHE / f"{package}-{version}"
-    found = place / member
-    if not found.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(place)]
-        done = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True)
-        if done.returncode:
-            unavailable(f"{package} {version} can't be downloaded: {done.stderr.strip()[-200:]}")
-        (wheel,) = place.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(member, place)
-        wheel.unlink()
-    return found
 
 
 def trace(program: Program, recording: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -50,7 +29,7 @@ def trace(program: Program, recording: Path) -> tuple[dict[str, Any], dict[str, 
 @pytest.mark.parametrize("version", CUDART)
 def test_real_cudart(version: str, tmp_path: Path) -> None:
     """Counts, arguments and return codes."""
-    path = library(CUDART[version], version, "nvidia/cuda_runtime/lib/libcudart.so.12")
+    path = wheel_library(CUDART[version], version, "nvidia/cuda_runtime/lib/libcudart.so.12")
     recording = tmp_path / "cudart.stall"
     with Program([TARGETS / "real_cudart", path, "50"], sim=False, env=ENVIRONMENT) as program:
         truth, report = trace(program, recording)
@@ -85,7 +64,7 @@ def check_cudart_arguments(given: dict[str, Any], rows: dict[str, Any]) -> None:
 @pytest.mark.parametrize("version", CUDART)
 def test_real_cudart_from_python(version: str, tmp_path: Path) -> None:
     """ctypes on the real runtime."""
-    path = library(CUDART[version], version, "nvidia/cuda_runtime/lib/libcudart.so.12")
+    path = wheel_library(CUDART[version], version, "nvidia/cuda_runtime/lib/libcudart.so.12")
     words = ["/usr/bin/python3", ROOT / "tests" / "targets" / "real_calls.py", path, "200"]
     with Program(words, sim=False, env=ENVIRONMENT) as program:
         truth, report = trace(program, tmp_path / "python.stall")
@@ -98,7 +77,7 @@ def test_real_cudart_from_python(version: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", NCCL)
 def test_real_nccl(version: str, tmp_path: Path) -> None:
     """The 128-byte id as the program got it, rank and size, the failing creation."""
-    path = library(NCCL[version], version, "nvidia/nccl/lib/libnccl.so.2")
+    path = wheel_library(NCCL[version], version, "nvidia/nccl/lib/libnccl.so.2")
     recording = tmp_path / "nccl.stall"
     with Program([TARGETS / "real_nccl", path], sim=False, env=ENVIRONMENT) as program:
         truth, report = trace(program, recording)

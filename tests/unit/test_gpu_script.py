@@ -30,7 +30,6 @@ _CALLED = (
     "cuMemcpy(HtoD|DtoH)(Async)?_v2|cuda(Malloc|Free|(Device|Stream|Event)Synchronize|EventRecord|LaunchKernel)|"
     "cudaMemcpy(Async)?"
 )
-REAL = Path(os.environ.get("STALLSCOPE_LIBCUDART", "/tmp/wh/rt/nvidia/cuda_runtime/lib/libcudart.so.12"))
 
 
 def _unavailable(reason: str) -> None:
@@ -92,11 +91,9 @@ def test_counts_are_exact_and_tell_the_ways_apart(tmp_path: Path, way: str, stat
 
 
 @pytest.mark.usefixtures("needs_counting")
-def test_real_runtime_is_counted(tmp_path: Path) -> None:
+def test_real_runtime_is_counted(tmp_path: Path, real_cudart: Path) -> None:
     """NVIDIA's libcudart: each call fails without a driver, and each is counted."""
-    if not REAL.exists():
-        pytest.skip(f"{REAL} is not there")
-    runtime = _lines(_dry(tmp_path, runtime=REAL), "raw_runtime")
+    runtime = _lines(_dry(tmp_path, runtime=real_cudart), "raw_runtime")
     assert [line.runtime for line in runtime] == [line.calls for line in runtime]
     assert {(line.state, line.why) for line in runtime} == {("unknown", "the calls failed (code 35)")}
 

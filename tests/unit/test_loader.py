@@ -46,7 +46,10 @@ def test_maps_and_programs_come_from_the_object(bpf_object: Path) -> None:
     assert found.maps["bulk"] == (27, 0, 0, 1 << 24, 0)
     assert len(found.maps) == 11
     assert found.programs["on_exec"].section == "raw_tracepoint/sched_process_exec"
-    assert {p.section for n, p in found.programs.items() if not n.startswith("on_")} == {"uprobe", "raw_tracepoint/sys_enter"}
+    assert {p.section for n, p in found.programs.items() if not n.startswith("on_")} == {
+        "uprobe",
+        "raw_tracepoint/sys_enter",
+    }
     for program in found.programs.values():
         assert program.code and len(program.code) % 8 == 0
         # Each use is a 16-byte load instruction for one of the maps.

@@ -164,15 +164,9 @@ def test_hostile_counts_end_fast(tmp_path: Path) -> None:
             assert time.monotonic() - started < 1
 
 
-def real(pattern: str) -> list[str]:
-    roots = ["tmp/wh/*/", "opt/*/", "usr/local/lib/python3*/*-packages/"]
-    return [str(hit) for root in roots for hit in Path("/").glob(root + pattern)]
-
-
-@pytest.mark.parametrize(
-    "path", [*real("nvidia/cuda_runtime/lib/libcudart.so.12"), *real("nvidia/nccl/lib/libnccl.so.2")]
-)
-def test_real_libraries_agree_with_pyelftools(path: str) -> None:
+@pytest.mark.parametrize("which", ["real_cudart", "real_nccl"])
+def test_real_libraries_agree_with_pyelftools(which: str, request: pytest.FixtureRequest) -> None:
+    path = str(request.getfixturevalue(which))
     elffile = pytest.importorskip("elftools.elf.elffile")
     with open(path, "rb") as file:
         table = elffile.ELFFile(file).get_section_by_name(".dynsym")
@@ -191,8 +185,8 @@ def test_real_libraries_agree_with_pyelftools(path: str) -> None:
             assert vaddr == offset
 
 
-@pytest.mark.parametrize("path", real("nvidia/cuda_runtime/lib/libcudart.so.12"))
-def test_unwind_rows_agree_with_pyelftools(path: str) -> None:
+def test_unwind_rows_agree_with_pyelftools(real_cudart: Path) -> None:
+    path = str(real_cudart)
     elffile = pytest.importorskip("elftools.elf.elffile")
     with open(path, "rb") as file:
         entries = elffile.ELFFile(file).get_dwarf_info().EH_CFI_entries()

@@ -150,8 +150,9 @@ class Linker:
 
     def _announce(self, target: Target, linked: LinkedLibrary, appeared_ns: int | None) -> None:
         now, resolved = linked.at_ns, linked.resolved
-        if linked.shared:
-            appeared_ns = None  # the unfiltered links were there before the process had the library
+        if linked.shared and appeared_ns is not None:
+            # The unfiltered links may have come after the library.
+            now = max(appeared_ns, min(now, linked.shared_since_ns))
         if self.before_link is not None:
             self.before_link(target, now)
         self._send(
@@ -161,7 +162,7 @@ class Linker:
              "appeared_ns": now if appeared_ns is None else appeared_ns,
              "method": "uprobe_multi", "missing": resolved.missing},
         )  # fmt: skip
-        if appeared_ns is None:
+        if appeared_ns is None or appeared_ns == now:
             return
         self._send(
             Kind.GAP,

@@ -180,6 +180,7 @@ def _ask_helper(interpreter: str, sizes: dict[str, int], seconds: float) -> Load
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, cwd="/",
+                start_new_session=True,  # Ctrl-C is for us: the helper is ended, not interrupted
             )  # fmt: skip
         except OSError as error:
             raise _MissingError(f"{interpreter}: {error.strerror}") from error

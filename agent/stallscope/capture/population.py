@@ -81,8 +81,12 @@ class Population:
         for pid in pids:
             self._adopt_one(pid, None, given=True)
         if self._follow:
+            # An ancestor of ours may be given (a shell): we and our helpers are not part of its job.
+            ours = {os.getpid(), *children_of(os.getpid())}
             for pid in pids:
                 for child in children_of(pid):
+                    if child in ours:
+                        continue
                     self._adopt_one(child, self._parent_proc(child), given=False)
 
     def _parent_proc(self, pid: int) -> int | None:

@@ -46,6 +46,7 @@ class Sharing:
     Args:
         programs: BPF program name → descriptor.
         set_shared: tells BPF that the unfiltered links of a file number count from now on.
+        clock: CLOCK_MONOTONIC in ns.
         close_later: takes (entry links, return links) that are no longer needed.
         limit: filtered links a file before the unfiltered ones take over.
     """
@@ -55,8 +56,10 @@ class Sharing:
         programs: dict[str, int],
         set_shared: Callable[[int], None],
         close_later: Callable[[list[Any], list[Any]], None],
+        clock: Callable[[], int],
         limit: int = LINKS_PER_FILE,
     ) -> None:
+        self._clock = clock
         self._programs = programs
         self._set_shared = set_shared
         self._close_later = close_later
@@ -73,7 +76,7 @@ class Sharing:
         if file.shared is None and len(file.users) >= self._limit and file.number != NO_FILE:
             self._take_over(target, file, linked)
         if file.shared is not None:
-            linked.shared = True
+            linked.shared, linked.shared_since_ns = True, file.shared.at_ns
             return
         self._attach(linked, linked.resolved.points, target.pid, file.number << 56)
         file.users.append(linked)
@@ -104,6 +107,7 @@ class Sharing:
         self._attach(shared, linked.resolved.points, 0, file.number << 56 | _SHARED_FLAG)
         file.shared = shared
         self._set_shared(file.number)
+        shared.at_ns = self._clock()
         for user in file.users:
             self._close_later(user.entries, user.returns)
             user.entries, user.returns, user.shared = [], [], True

@@ -36,7 +36,7 @@ class LinkedLibrary:
     """One library file linked in one process.
 
     Attributes:
-        shared: the file's unfiltered links do it; there are none of this process alone.
+        shared: the file's unfiltered links do it, since `shared_since_ns`; there are none of this process alone.
         fd: the file itself, so that a forked child can be linked without another look-up.
         hooks: hook id -> (absolute address of the function, its size in bytes), for the stack search.
         entries, returns: link objects, closed entries first.
@@ -51,6 +51,7 @@ class LinkedLibrary:
     fd: int = -1
     at_ns: int = 0
     shared: bool = False
+    shared_since_ns: int = 0
 
     def close(self) -> None:
         """Let the file go; links are closed by who detaches them."""

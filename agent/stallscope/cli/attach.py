@@ -182,6 +182,8 @@ class Attach:
                 outbox.send(Kind.NOTE, {"at_ns": time.monotonic_ns(), "proc": None, "text": note})
             session = Session(settings, loaded, outbox, parser, costs)
             try:
+                if self._stop:
+                    raise KeyboardInterrupt
                 session.start()
                 self._say_attached(session, settings)
                 if self._on_attached is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -53,15 +55,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _attach(args, job)
     finally:
-        job.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)  # the launcher and its ranks: a session of their own
         job.wait()
 
 
 def _attach(args: argparse.Namespace, job: subprocess.Popen[bytes]) -> int:
     def go() -> None:
         assert job.stdin is not None
-        job.stdin.write(b"go\n")
-        job.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            job.stdin.write(b"go\n")
+            job.stdin.close()
 
     wanted = argparse.Namespace(
         pids=[job.pid], duration=None, no_children=False, sample=100.0, output=None, force=False, json=args.json,
