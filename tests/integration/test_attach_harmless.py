@@ -136,7 +136,7 @@ def test_parser_killed_is_started_again() -> None:
             time.sleep(0.1)
             program.say()
             truth, report = program.truth(), tracer.report()
-    assert own(report)["cudaLaunchKernel"] > hooked(truth["calls"])["cudaLaunchKernel"] * 0.8
+    assert own(report)["cudaLaunchKernel"] > hooked(truth["calls"])["cudaLaunchKernel"] * 0.5
 
 
 def test_full_disk_stops_the_recording_and_nothing_else(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ def test_next_calls_are_exact(how: str, way: str) -> None:
     """The call found inside ends; what comes after it is counted exactly, and nothing stays in flight."""
     environment = {"STALLSCOPE_SIM_WAIT": how, "STALLSCOPE_SIM_DRIVER": way}
     # Three spinning threads on two cores leave the tracer's start little time.
-    wait_ms = "6000" if how == "spin" else "3500"
+    wait_ms = "6000" if how == "spin" else "4000"
     with Program([TARGETS / "inwait", "3", wait_ms, "10"], env=environment) as program:
         program.wait_for("waiting")
-        with Tracer([program.pid]).attached() as tracer:
+        with Tracer([program.pid], "--backend", "object").attached() as tracer:
             truth = program.truth()
             report = tracer.report()
     assert own(report) == hooked(truth["calls"])
@@ -54,9 +54,9 @@ def test_next_calls_are_exact(how: str, way: str) -> None:
 
 def test_python_inside_a_wait() -> None:
     """ctypes calls through a register: no call site names the function, the unwinder must prove it."""
-    with Program(["/usr/bin/python3", ROOT / "tests" / "targets" / "inwait.py", "5000", "10"]) as program:
+    with Program(["/usr/bin/python3", ROOT / "tests" / "targets" / "inwait.py", "15000", "10"]) as program:
         program.wait_for("waiting")
-        with Tracer([program.pid], "--duration", "0.5").attached() as tracer:
+        with Tracer([program.pid], "--duration", "0.5", "--backend", "object").attached() as tracer:
             report = tracer.report()
         assert inferred(report)
         assert inferred(report) <= WAITS

@@ -204,7 +204,8 @@ def test_both_backends_load_the_same(loaded: Loaded) -> None:
     assert set(loaded.maps) == {
         "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk"
     }  # fmt: skip
-    assert loaded.tracepoints == {f"on_{x}": f"sched_process_{x}" for x in ("fork", "exec", "exit")}
+    watched = {f"on_{x}": f"sched_process_{x}" for x in ("fork", "exec", "exit")}
+    assert loaded.tracepoints == watched | {"who_am_i": "sys_enter"}
     assert all(not os.get_inheritable(fd) for fd in (*loaded.programs.values(), *loaded.maps.values()))
     links = [RawTracepoint.attach(loaded.programs[p], t) for p, t in loaded.tracepoints.items()]
     close_all(links, [])
