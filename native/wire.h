@@ -30,7 +30,7 @@ enum wire_kind {
   WIRE_DONE = 2,      /* a paired call returned */
   WIRE_ABANDONED = 3, /* the thread ended, or its process execed, inside the call */
   WIRE_FORK = 4,      /* a[0] child tgid, a[1] its slot or 0 when no slot was free */
-  WIRE_EXEC = 5,      /* a[0] tid before the exec */
+  WIRE_EXEC = 5,      /* a[0] tid before the exec; a[1]: 1 = not in the main thread */
   WIRE_EXIT = 6,      /* a[0] exit code as wait(2) encodes it; the last thread of the process */
 };
 
@@ -40,6 +40,7 @@ enum wire_flag {
   WIRE_NO_STACK = 4, /* stack arguments could not be read: a[6], a[7] are meaningless */
   WIRE_NO_OUT = 8,   /* the result behind a pointer could not be read */
   WIRE_ALWAYS = 16,  /* recorded by rule (long, error, never sampled), not by chance */
+  WIRE_LEFT = 64,    /* in INFLIGHT frames: the thread has left the call without a return (longjmp) */
   WIRE_NO_SEQ = 32,  /* the communicator table was full: n is no sequence number */
 };
 
@@ -49,8 +50,8 @@ enum wire_ctl {
   WIRE_LOST_VITAL = 1,        /* vital ring full */
   WIRE_LOST_NO_ROW = 2,       /* thread table full: call counted, not timed, not recorded */
   WIRE_LOST_DEEP = 3,         /* nested deeper than WIRE_DEPTH */
-  WIRE_LOST_STALE = 4,        /* never returned in sight: longjmp or an exception passed it */
-  WIRE_LOST_LIFE = 5,         /* vital ring full for a fork, exec or exit record */
+  WIRE_LOST_STALE = 4,        /* never returned in sight: longjmp, an exception, or too deep */
+  WIRE_LOST_LIFE = 5,         /* life ring full: a fork, exec or exit record */
   WIRE_SEEN_ORPHAN = 8,       /* return without an entry: the call began before the link */
   WIRE_SEEN_NO_COMM = 9,      /* communicator table full: operation without sequence number */
   WIRE_SEEN_NO_SLOT = 10,     /* forked child found no free process slot */

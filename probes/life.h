@@ -46,7 +46,7 @@ ON("raw_tracepoint/sched_process_fork") int on_fork(raw_ctx *ctx) {
     u32 entry = slot | PROC_FOLLOW;
     procs.update(&child, &entry);
   } else bump(WIRE_SEEN_NO_SLOT);
-  life(WIRE_FORK, id, *s & PROC_SLOT, child, slot);
+  tell_life(WIRE_FORK, id, *s & PROC_SLOT, child, slot);
   return 0;
 }
 
@@ -63,7 +63,8 @@ ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
       r->owner = 0;
     }
   }
-  life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, 0);
+  u32 leader = bpf_get_current_pid_tgid() >> 32;
+  tell_life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, (u32)ctx->args[1] != leader);
   return 0;
 }
 
@@ -82,7 +83,7 @@ ON("raw_tracepoint/sched_process_exit") int on_exit(raw_ctx *ctx) {
   bpf_probe_read_kernel(&code, 4, (void *)(ctx->args[0] + setting(WIRE_CONF_EXIT_CODE)));
   slot = *s & PROC_SLOT;
   procs.delete(&tgid);
-  life(WIRE_EXIT, id, slot, code, 0);
+  tell_life(WIRE_EXIT, id, slot, code, 0);
   struct wire_slot *p = slots.lookup(&slot);
   if (p && p->tgid == tgid) p->dead = 1;
   return 0;

@@ -23,6 +23,7 @@ MAP_HASH(procs, u32, u32, 4096); /* tgid -> slot | PROC_FOLLOW: the filter */
 MAP_ARRAY(comms, struct comm_row, COMM_ROWS);
 MAP_RING(vital, VITAL_BYTES);
 MAP_RING(bulk, BULK_BYTES);
+MAP_RING(life, 1 << 18); /* process events: apart, so that no flood of errors pushes out a fork */
 #define PROC_FOLLOW 0x10000u
 #define PROC_SLOT 0xffffu
 

@@ -24,6 +24,7 @@ struct ring_batch {
 int ring__open(int fd, uint64_t size, struct ring **out);
 void ring__close(struct ring *r);
 int ring__drain(struct ring *r, struct ring_batch *batch);
+uint64_t ring__consumed(const struct ring *r);
 uint64_t ring__pending(const struct ring *r);
 uint64_t ring__skipped(const struct ring *r); /* records of no known size */
 uint64_t ring__corrupt(const struct ring *r); /* times the ring made no sense and all that was pending was dropped */

@@ -118,6 +118,10 @@ int ring__drain(struct ring *r, struct ring_batch *b) {
   return more < 0 ? more : 0;
 }
 
+uint64_t ring__consumed(const struct ring *r) {
+  return __atomic_load_n(r->consumer, __ATOMIC_RELAXED);
+}
+
 uint64_t ring__pending(const struct ring *r) {
   return __atomic_load_n(r->producer, __ATOMIC_ACQUIRE) - __atomic_load_n(r->consumer, __ATOMIC_RELAXED);
 }

@@ -14,10 +14,10 @@ from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.process import Process
 from stallscope.wire.columns import REC
 
-__all__ = ["ABANDONED", "CALL", "DONE", "ENTER", "ENTERED", "NESTED", "NO_OUT", "NO_SEQ", "Events"]
+__all__ = ["ABANDONED", "CALL", "DONE", "ENTER", "ENTERED", "LEFT", "NESTED", "NO_OUT", "NO_SEQ", "Events"]
 
 CALL, ENTER, DONE, ABANDONED, LAST_KIND = 0, 1, 2, 3, 6
-NESTED, ENTERED, NO_OUT, NO_SEQ = 1, 2, 8, 32
+NESTED, ENTERED, NO_OUT, NO_SEQ, LEFT = 1, 2, 8, 32, 64
 WIRE_PROCS = 128
 LONGEST = 5
 COMM_BITS = 57  # user addresses end there with five page table levels

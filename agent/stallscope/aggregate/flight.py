@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from stallscope.aggregate.checks import BadField, integer, items
-from stallscope.aggregate.events import ENTERED, NESTED
+from stallscope.aggregate.events import ENTERED, LEFT, NESTED
 from stallscope.aggregate.hooks import WIRE_HOOKS
 from stallscope.aggregate.limits import Overflow
 from stallscope.wire.frames import Body
@@ -83,6 +83,11 @@ class Flight:
         """The process ended, and with it what was only inferred."""
         for key in [k for k in self.inferred if k[0] == proc]:
             del self.inferred[key]
+
+    def waiting(self) -> list[Thread]:
+        """Threads inside a call, without calls that a thread left by longjmp (they never return in sight)."""
+        there = (t._replace(calls=[c for c in t.calls if not c.flags & LEFT]) for t in self.threads)
+        return [thread for thread in there if thread.calls]
 
     def unrecorded(self) -> Counter[int]:
         """By process: calls that are an event only because the final look names them."""

@@ -88,6 +88,8 @@ class State:
         self.ending: Ending | None = None
         self.unknown_kinds = 0
         self.gaps: list[Gap] = []
+        self.blind: dict[int | None, set[frozenset[int] | None]] = {}
+        self._gap_keys: set[tuple[Any, ...]] = set()
         self.notes: list[tuple[int | None, str]] = []
         self.lost_by: dict[str, int] = {}
         self.cost: Cost | None = None
@@ -230,9 +232,23 @@ class State:
 
     def _keep_gap(self, gap: Gap) -> None:
         # The capture tells a late link twice: as LINK, which knows the hooks, then as GAP.
-        known = any(gap[:-1] == other[:-1] for other in self.gaps)
-        if not known and not self.overflow.full("gaps", len(self.gaps)):
+        if gap[:-1] in self._gap_keys:
+            return
+        self._blind_by(gap)
+        if not self.overflow.full("gaps", len(self.gaps)):
+            self._gap_keys.add(gap[:-1])
             self.gaps.append(gap)
+
+    def _blind_by(self, gap: Gap) -> None:
+        """Which numbers a gap makes lower bounds; kept apart from the list of gaps, which has an end.
+
+        A gap with a count (a full ring) loses records; the counters in the kernel went on. A link gap without a process
+        is about one that got no slot, and so has no numbers here.
+        """
+        if gap.missed is not None or (gap.proc is None and gap.source == "link"):
+            return
+        if gap.proc is None or gap.proc in self.processes.table:
+            self.blind.setdefault(gap.proc, set()).add(gap.hooks)
 
     def _lost(self, body: Body) -> None:
         places = mapping(body, "places")

@@ -15,12 +15,12 @@ LOSS_PLACES = {
     1: "vital ring full",
     2: "thread table full",
     3: "nested too deep to time",
-    4: "passed by longjmp or an exception",
+    4: "never returned in sight (longjmp, exception, too deep)",
 }
 # Not calls: what was turned away here stands in the notes. A return without an entry (place 8) is no loss at all: its
 # call began before the link.
 _TURNED_AWAY = {
-    5: "process events (fork, exec, exit) were lost because the vital ring was full",
+    5: "process events (fork, exec, exit) were lost because their ring was full",
     9: "operations have no sequence number because the communicator table was full",
     10: "forked processes are not traced because no process slot was free",
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from stallscope.capture.libmatch import match
 from stallscope.capture.parser_client import ParserClient, ParserFailed
-from stallscope.capture.procfs import Mapping, clean, executable_mappings
+from stallscope.capture.procfs import Mapping, clean, executable_mappings, live_path
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.target import LinkedLibrary, Point, Resolved, Target
 from stallscope.errors import StallscopeError, TargetProblem
@@ -65,7 +65,7 @@ class Linker:
         """
         try:
             mappings = executable_mappings(target.pid)
-            program = os.stat(f"/proc/{target.pid}/exe").st_ino
+            program = os.stat(f"{live_path(target.pid)}/exe").st_ino
         except OSError:
             return 0
         return sum(self.link_mapping(target, m, appeared_ns, m.inode == program) for m in mappings)
@@ -235,7 +235,7 @@ def open_mapping(pid: int, mapping: Mapping) -> int:
     """
     path = mapping.path.removesuffix(" (deleted)")
     last: OSError | None = None
-    for candidate in (f"/proc/{pid}/root{path}", f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"):
+    for candidate in (f"{live_path(pid)}/root{path}", f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"):
         try:
             # O_PATH first: opening what the target put there (a pipe, a device) could block or act.
             handle = os.open(candidate, os.O_PATH | os.O_CLOEXEC)

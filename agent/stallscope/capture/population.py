@@ -7,7 +7,7 @@ import os
 import select
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
@@ -23,6 +23,15 @@ __all__ = ["Population"]
 
 FORK, EXEC, EXIT = 4, 5, 6
 _REC = struct.Struct("<QQIIHBBHBBIi8Q")
+
+
+class _Ended(NamedTuple):
+    """An ended process until its last records are read: `code` as wait(2) has it, -1 unknown; ring positions."""
+
+    target: Target
+    code: int
+    at_ns: int
+    newest: tuple[int, int]
 
 
 class Population:
@@ -46,7 +55,8 @@ class Population:
         self._follow = follow
         self._by_pid: dict[int, Target] = {}
         self._by_slot: dict[int, Target] = {}
-        self._dead: list[tuple[Target, int, int]] = []
+        self._dead: list[_Ended] = []
+        self._strange_slots: set[tuple[int, int]] = set()
         self._next_proc = 1
         self._reaper = reaper
         self._sharing = sharing
@@ -145,12 +155,12 @@ class Population:
         self._send(Kind.SLOT, {"slot": target.slot, "proc": target.proc, "at_ns": target.appeared_ns})
 
     def event(self, record: bytes) -> None:
-        """A process event from the vital ring, one `wire_rec`."""
+        """A process event from the life ring, one `wire_rec`."""
         ts_ns, _dur, tgid, _tid, _hook, kind, _flags, _slot, _depth, _r, _n, _status, *a = _REC.unpack(record)
         if kind == FORK:
             self._forked(tgid, a[0], a[1], ts_ns)
         elif kind == EXEC:
-            self._execed(tgid, ts_ns)
+            self._execed(tgid, ts_ns, in_main_thread=not a[1])
         elif kind == EXIT:
             self._exited(tgid, a[0], ts_ns)
 
@@ -170,12 +180,18 @@ class Population:
         self._linker.announce(target, ts_ns)
         self._linker.link_process(target, ts_ns)
 
-    def _execed(self, pid: int, ts_ns: int) -> None:
+    def _execed(self, pid: int, ts_ns: int, *, in_main_thread: bool) -> None:
         target = self._by_pid.get(pid)
         if target is None:
             return
-        # The links stay: they belong to the process, and a library that is mapped again is covered from its first
-        # call. Only the addresses are new.
+        # The links stay: they belong to the main thread's task, and a library that is mapped again is covered from its
+        # first call. Only the addresses are new. But where another thread execed, that task is gone.
+        if not in_main_thread:
+            for linked in target.linked.values():
+                self._sharing.forget(linked)
+                linked.close()
+            self._reaper.close_later(*target.links())
+            target.linked.clear()
         target.ranges.clear()
         target.refused.clear()
         target.inferred.clear()
@@ -192,29 +208,52 @@ class Population:
         target = self._by_pid.pop(pid, None)
         if target is not None:
             target.ended = True
-            self._dead.append((target, code, ts_ns))
+            self._dead.append(_Ended(target, code, ts_ns, self._tables.newest()))
 
     def check(self) -> None:
         """Processes whose exit record was lost: their pidfd tells."""
         for target in self.live():
             if target.pidfd >= 0 and _pidfd_ended(target.pidfd):
                 self._exited(target.pid, -1, self._clock())
+        self._reconcile()
 
-    def bury(self, drain_all: Callable[[], None]) -> None:
-        """Last counters of ended processes, then their slots are free again. Their records must be sent first."""
-        if not self._dead:
-            return
-        drain_all()
-        dead, self._dead = self._dead, []
-        for target, code, ts_ns in dead:
+    def _reconcile(self) -> None:
+        """Slots that BPF gave to a child of which no fork record came; two looks in a row: it may be under way."""
+        strange = {(s.slot, s.tgid) for s in self._tables.slots.all() if s.slot not in self._by_slot}
+        for slot, pid in strange & self._strange_slots:
+            now = self._clock()
+            try:
+                facts = facts_of(pid)
+            except OSError:
+                self._send(
+                    Kind.GAP,
+                    {"source": "link", "proc": None, "count": None, "from_ns": now, "to_ns": now,
+                     "reason": f"pid {pid} came and went unseen: its fork record was lost"},
+                )  # fmt: skip
+                self._free_slot(slot)
+                continue
+            target = self._enter(facts, slot, self._parent_proc(pid), -1, facts.start_ns)
+            with contextlib.suppress(OSError):
+                target.pidfd = os.pidfd_open(pid)
+            self._announce(target)
+            self._linker.link_process(target, facts.start_ns)
+            strange.discard((slot, pid))
+        self._strange_slots = strange
+
+    def bury(self) -> None:
+        """Last counters of ended processes whose records have all been sent; then their slots are free again."""
+        ready = [dead for dead in self._dead if self._tables.read_up_to(dead.newest)]
+        self._dead = [dead for dead in self._dead if dead not in ready]
+        for dead in ready:
+            target = dead.target
             self.send_counts(target, self._clock())
-            exit_code, signal = (None, None) if code < 0 else (code >> 8 & 0xFF, code & 0x7F or None)
+            exit_code, signal = (None, None) if dead.code < 0 else (dead.code >> 8 & 0xFF, dead.code & 0x7F or None)
             self._send(
                 Kind.EXIT,
-                {"proc": target.proc, "at_ns": ts_ns, "code": None if signal else exit_code, "signal": signal},
+                {"proc": target.proc, "at_ns": dead.at_ns, "code": None if signal else exit_code, "signal": signal},
             )
             if not target.linked and target.parent is not None:
-                self._never_linked(target, ts_ns)
+                self._never_linked(target, dead.at_ns)
             for linked in target.linked.values():
                 self._sharing.forget(linked)
             self._reaper.close_later(*target.links())

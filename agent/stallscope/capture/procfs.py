@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "parent_of", "threads_of"]
+__all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "is_leaderless",
+           "live_path", "parent_of", "probe_area", "threads_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)")
@@ -100,6 +102,30 @@ def facts_of(pid: int) -> Facts:
     )
 
 
+def live_path(pid: int) -> str:
+    """/proc folder of a process through a thread that still runs.
+
+    A main thread that has called pthread_exit stays as a zombie without memory: /proc/PID/maps is empty then while the
+    other threads go on. Raises OSError when the process is gone.
+    """
+    if _stat_fields(pid)[0] not in "ZX":
+        return f"/proc/{pid}"
+    for tid in threads_of(pid):
+        path = f"/proc/{pid}/task/{tid}"
+        with contextlib.suppress(OSError):
+            if Path(f"{path}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX":
+                return path
+    raise ProcessLookupError(f"process {pid} has ended")
+
+
+def is_leaderless(pid: int) -> bool:
+    """Whether the main thread has ended and others run on: the kernel filters links by the main thread's memory."""
+    try:
+        return live_path(pid) != f"/proc/{pid}"
+    except OSError:
+        return False
+
+
 def threads_of(pid: int) -> list[int]:
     """Thread ids; empty when the process is gone."""
     try:
@@ -133,7 +159,9 @@ def _direct_children(pid: int) -> list[int]:
 def executable_mappings(pid: int) -> list[Mapping]:
     """Executable file mappings of a process, one read of its maps. Raises OSError when it is gone or not permitted."""
     mappings = []
-    for line in _read(pid, "maps", MAX_MAPS_BYTES).splitlines():
+    with open(f"{live_path(pid)}/maps", "rb") as file:
+        lines = file.read(MAX_MAPS_BYTES).splitlines()
+    for line in lines:
         found = _MAPS_LINE.match(line)
         if not found or found.group(3)[2:3] != b"x" or found.group(7) == b"0":
             continue
@@ -145,6 +173,20 @@ def executable_mappings(pid: int) -> list[Mapping]:
             )
         )  # fmt: skip
     return mappings
+
+
+def probe_area(pid: int) -> tuple[int, int] | None:
+    """Where the kernel keeps its return-probe trampoline in this process; None when it has none, or is gone."""
+    try:
+        with open(f"{live_path(pid)}/maps", "rb") as file:
+            lines = file.read(MAX_MAPS_BYTES).splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.endswith(b"[uprobes]"):
+            start, _, end = line.split(b" ", 1)[0].partition(b"-")
+            return int(start, 16), int(end, 16)
+    return None
 
 
 def _unescape(path: bytes) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from stallscope.capture.kernel import bpf, perf_event_open
 from stallscope.capture.object_loader import MapSpec, create_map, load_program
+from stallscope.capture.procfs import live_path
 from stallscope.errors import PermissionProblem, StallscopeError, TargetProblem
 
 __all__ = [
@@ -253,8 +254,10 @@ def require_attach_rights(pid: int) -> None:
 
 def _unreadable(pid: int, what: str) -> StallscopeError | None:
     # Both: on newer kernels CAP_PERFMON alone opens maps, but not the files behind them.
-    for path in (f"/proc/{pid}/maps", f"/proc/{pid}/root"):
+    for name in ("maps", "root"):
+        path = f"/proc/{pid}/{name}"
         try:
+            path = f"{live_path(pid)}/{name}"
             os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except (FileNotFoundError, ProcessLookupError):
             return TargetProblem(what, why="the process has ended", hint="list them: ps -e")

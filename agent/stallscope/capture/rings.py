@@ -111,6 +111,11 @@ class Ring(_View):
         return Drained(self._recs[: recs * REC_BYTES], recs, self._uids[: uids * UID_BYTES], uids)
 
     @property
+    def consumed_bytes(self) -> int:
+        """How far it has been read since it was made; with `pending_bytes` the position of the newest record."""
+        return int(lib.ring__consumed(self._c))
+
+    @property
     def pending_bytes(self) -> int:
         """Bytes between the two positions, heads and reserved records included."""
         return int(lib.ring__pending(self._c))

@@ -1,7 +1,7 @@
 """The capture loop: one thread, no locks, about a hundred looks a second.
 
-Order inside a look matters: process events before mapping events (a child must be known before its libraries), vital
-ring before bulk ring, and the counters last, so that they are never older than the records that were sent.
+Order inside a look matters: process events before mapping events (a child must be known before its libraries), and the
+counters last, so that they are never older than the records that were sent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stallscope.capture.costs import Costs
-from stallscope.capture.discovery import Discovery, Mapped
+from stallscope.capture.discovery import Discovery, Lost, Mapped
 from stallscope.capture.gaps import Losses
 from stallscope.capture.inference import Inference
 from stallscope.capture.linker import Linker
@@ -36,8 +36,8 @@ BATCH_RECORDS = 8192
 ROUNDS = 16
 SLOW_PERIOD_NS = 1_000_000_000
 INFLIGHT_MIN_NS = 100_000_000
-_LIFE_KINDS = b"\x04\x05\x06"
-_REC_BYTES, _KIND_AT = 104, 26
+STANDSTILL_NS = 10_000_000_000
+_REC_BYTES = 104
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Session:
         self._discovery = Discovery()
         # Edge-triggered: only the wakeups that process events force end a pause early. Level-triggered, any record that
         # waits in the ring would, and the loop would spin as long as the target makes calls.
-        self._poller.register(self.tables.vital.fileno(), select.EPOLLIN | select.EPOLLET)
+        self._poller.register(self.tables.life.fileno(), select.EPOLLIN | select.EPOLLET)
         self._losses.poll(self._clock())
         self.population.adopt(self.settings.pids)
         for target in self.population.live():
@@ -128,11 +128,10 @@ class Session:
         """One look at everything that may have news."""
         now = self._clock()
         self.outbox.flush()
-        self._drain_vital()
+        self._pump()
         self._read_mappings()
-        self._drain_bulk()
         self._losses.poll(now)
-        self.population.bury(self._drain_all)
+        self.population.bury()
         if now >= self._next_slow_ns:
             self._slow(now)
 
@@ -147,31 +146,26 @@ class Session:
         self.outbox.send(Kind.COST, self._costs.measure(now))
         self.outbox.send(Kind.TICK, {"at_ns": now})
 
-    def _drain_vital(self, force: bool = False) -> int:
-        total = 0
-        for _ in range(ROUNDS):
-            if not (force or self.outbox.vital_ok):
-                break
-            drained = self.tables.vital.drain(BATCH_RECORDS)
-            if not drained.n_recs and not drained.n_uids:
-                break
-            total += drained.n_recs + drained.n_uids
-            self._ship(bytes(drained.recs), drained.n_recs, bytes(drained.uids), drained.n_uids)
-            if drained.n_recs:
-                self._life(bytes(drained.recs), drained.n_recs)
-        return total
+    def _pump(self, *, force: bool = False) -> None:
+        """Take what the rings hold, at most ROUNDS batches; with `force` all of it, however full the queue is."""
+        rounds = 0
+        while (force or rounds < ROUNDS) and self._pump_once(force) and not self.outbox.broken:
+            rounds += 1
+            if force:
+                self._wait_for_aggregator()
 
-    def _drain_bulk(self, force: bool = False) -> int:
-        total = 0
-        for _ in range(ROUNDS):
-            if not (force or self.outbox.bulk_ok):
-                break
-            drained = self.tables.bulk.drain(BATCH_RECORDS)
-            if not drained.n_recs:
-                break
-            total += drained.n_recs
-            self._ship(bytes(drained.recs), drained.n_recs, b"", 0)
-        return total
+    def _pump_once(self, force: bool) -> bool:
+        calls = self.tables.vital.drain(BATCH_RECORDS) if force or self.outbox.vital_ok else None
+        bulk = self.tables.bulk.drain(BATCH_RECORDS) if force or self.outbox.bulk_ok else None
+        # Process events are read after the calls and told before them: whoever made a call had been forked by then.
+        life = self.tables.life.drain(BATCH_RECORDS)
+        for index in range(life.n_recs):
+            self.population.event(bytes(life.recs[index * _REC_BYTES : (index + 1) * _REC_BYTES]))
+        if calls is not None:
+            self._ship(bytes(calls.recs), calls.n_recs, bytes(calls.uids), calls.n_uids)
+        if bulk is not None:
+            self._ship(bytes(bulk.recs), bulk.n_recs, b"", 0)
+        return any(d is not None and (d.n_recs or d.n_uids) for d in (calls, bulk, life))
 
     def _ship(self, recs: bytes, n_recs: int, uids: bytes, n_uids: int) -> None:
         # Ids first: a creation's entry carries the id and must not come after its return.
@@ -179,15 +173,6 @@ class Session:
             self.outbox.send(Kind.UIDS, {"count": n_uids, "data": uids})
         if n_recs:
             self.outbox.send(Kind.EVENTS, {"count": n_recs, "data": recs})
-
-    def _life(self, recs: bytes, count: int) -> None:
-        """Process events are in the same ring as the calls, so that their order is right."""
-        kinds = recs[_KIND_AT::_REC_BYTES][:count]
-        if not kinds.translate(None, b"\x00\x01\x02\x03"):
-            return
-        for index, kind in enumerate(kinds):
-            if kind in _LIFE_KINDS:
-                self.population.event(recs[index * _REC_BYTES : (index + 1) * _REC_BYTES])
 
     def _read_mappings(self) -> None:
         if self._discovery is None:
@@ -197,6 +182,15 @@ class Session:
                 target = self.population.by_pid(event.pid)
                 if target is not None:
                     self._link_mapped(target, event)
+            elif isinstance(event, Lost):
+                self._look_again(event)
+
+    def _look_again(self, event: Lost) -> None:
+        """The kernel had more news of mappings than fitted: look at every process instead."""
+        text = f"{event.missing} mapping records were lost; every process was looked at again"
+        self.outbox.send(Kind.NOTE, {"at_ns": self._clock(), "proc": None, "text": text})
+        for target in self.population.live():
+            self._linker.link_process(target, event.at_ns)
 
     def _link_mapped(self, target: Target, event: Mapped) -> None:
         mapping = Mapping(event.address, event.address + event.length, event.pgoff, event.dev, event.inode, event.path)
@@ -210,16 +204,15 @@ class Session:
         if rows or final:
             self.outbox.send(Kind.INFLIGHT, {"at_ns": now, "final": final, "rows": rows})
 
-    def _drain_all(self) -> None:
-        """Everything in the rings into the queue, however long it is: what follows relies on it."""
-        while self._drain_vital(force=True) or self._drain_bulk(force=True):
-            self._wait_for_aggregator()
-
     def _wait_for_aggregator(self) -> None:
-        """At the end, nothing is lost for want of queue space; the target no longer waits for us."""
-        deadline = self._clock() + 30_000_000_000
-        while not self.outbox.bulk_ok and not self.outbox.broken and self._clock() < deadline:
+        """At the end nothing is lost for want of queue space, unless the aggregator stands still for long."""
+        deadline, left = self._clock() + STANDSTILL_NS, self.outbox.queued_bytes
+        while not self.outbox.bulk_ok and not self.outbox.broken:
             self.outbox.flush()
+            if self.outbox.queued_bytes < left:
+                deadline, left = self._clock() + STANDSTILL_NS, self.outbox.queued_bytes
+            if self._clock() > deadline:
+                self.outbox.broken = True
             time.sleep(0.001)
 
     def finish(self) -> None:
@@ -227,8 +220,8 @@ class Session:
         self._read_mappings()
         self.population.unlink_all()
         now = self._clock()
-        self._drain_all()
-        self.population.bury(self._drain_all)  # who ended while the links were taken away
+        self._pump(force=True)
+        self.population.bury()  # who ended while the links were taken away
         for target in self.population.live():
             self._inference.check(target)
             self._send_counts(target, now)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stallscope.capture.links import UprobeLink
+from stallscope.capture.procfs import is_leaderless
 from stallscope.capture.target import LinkedLibrary, Point, Target
 from stallscope.wire.hook_table import Hook
 
@@ -73,7 +74,8 @@ class Sharing:
         its first on.
         """
         file = self._file(linked)
-        if file.shared is None and len(file.users) >= self._limit and file.number != NO_FILE:
+        crowded = len(file.users) >= self._limit or is_leaderless(target.pid)
+        if file.shared is None and crowded and file.number != NO_FILE:
             self._take_over(target, file, linked)
         if file.shared is not None:
             linked.shared, linked.shared_since_ns = True, file.shared.at_ns
@@ -111,9 +113,11 @@ class Sharing:
         for user in file.users:
             self._close_later(user.entries, user.returns)
             user.entries, user.returns, user.shared = [], [], True
+        crowd = f"more than {self._limit} processes use it"
+        why = "the main thread has ended" if is_leaderless(target.pid) else crowd
         target.late_notes.append(
-            f"{linked.path}: more than {self._limit} processes use it, so its probes are no longer limited to them: "
-            "a process outside this job that uses the same file pays about a microsecond a call"
+            f"{linked.path}: {why}, so its probes are no longer limited to the traced processes: another process that "
+            "uses the same file pays about a microsecond a call"
         )
         file.users = []
 

@@ -7,9 +7,11 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from stallscope.capture.blocked import read_memory
 from stallscope.capture.bpfmaps import ProcsMap
 from stallscope.capture.kernel import bpf, btf_offsets
-from stallscope.capture.rings import Conf, Ctl, Ranges, Ring, Rows, SlotCounters, Slots
+from stallscope.capture.procfs import probe_area
+from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import HOOKS
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BULK_BYTES", "VITAL_BYTES", "Tables"]
 
-BULK_BYTES = 16 << 20
+BULK_BYTES = 32 << 20
+LIFE_BYTES = 1 << 18
 VITAL_BYTES = 4 << 20
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
 _OFFSETS = {16: ("task_struct", "tgid"), 17: ("task_struct", "signal"), 18: ("signal_struct", "live"),
@@ -27,6 +30,8 @@ _OFFSETS = {16: ("task_struct", "tgid"), 17: ("task_struct", "signal"), 18: ("si
 _CONF_LONG_NS = 20
 _CONF_SHARED = 21
 _PROG_TEST_RUN = 10
+_LEFT = 64
+_LOOK_AFTER_NS = 100_000_000
 _ALL = 0xFFFFFFFF
 
 
@@ -44,8 +49,10 @@ class Tables:
     """
 
     def __init__(self, maps: dict[str, int], settings: Settings) -> None:
+        self._areas: dict[int, tuple[int, int]] = {}
         self.vital = Ring(maps["vital"], VITAL_BYTES)
         self.bulk = Ring(maps["bulk"], BULK_BYTES)
+        self.life = Ring(maps["life"], LIFE_BYTES)
         self.rows = Rows(maps["rows"])
         self.counters = SlotCounters(maps["counts"], maps["times"])
         self.ctl = Ctl(maps["ctl"])
@@ -85,17 +92,56 @@ class Tables:
         """From now on the unfiltered link of this file counts (native/wire.h, WIRE_CONF_SHARED)."""
         self.ctl.set(_CONF_SHARED, self.ctl.get(_CONF_SHARED) | 1 << file_number)
 
+    def newest(self) -> tuple[int, int]:
+        """Positions in vital and bulk ring before which every record written so far lies."""
+        vital, bulk = (ring.consumed_bytes + ring.pending_bytes for ring in (self.vital, self.bulk))
+        return vital, bulk
+
+    def read_up_to(self, positions: tuple[int, int]) -> bool:
+        """Whether both rings have been drained that far."""
+        return self.vital.consumed_bytes >= positions[0] and self.bulk.consumed_bytes >= positions[1]
+
     def inflight(self, min_age_ns: int, now_ns: int, proc_of_slot: Callable[[int], int | None]) -> list[Any]:
         """Calls that have not returned and are at least so old, as INFLIGHT frames want them."""
         out = []
         for row in self.rows.inflight():
             proc = proc_of_slot(row.slot)
-            frames: list[list[Any]] = [[f.hook, f.ts_ns, f.n, f.flags, list(f.a)] for f in row.frames]
+            left = self._left(row, now_ns)
+            frames: list[list[Any]] = [
+                [f.hook, f.ts_ns, f.n, f.flags | (_LEFT if gone else 0), list(f.a)]
+                for f, gone in zip(row.frames, left, strict=True)
+            ]
             if proc is not None and frames and now_ns - frames[0][1] >= min_age_ns:
                 out.append([proc, row.tid, frames])
         return out
 
+    def _left(self, row: InflightRow, now_ns: int) -> list[bool]:
+        """Of each frame whether the thread has left it without a return (longjmp): it stays in the table then.
+
+        While a return probe waits for a call, the call's return address on the stack is the kernel's trampoline, in the
+        area that maps calls [uprobes]. Any other word there has been written by later calls.
+        """
+        if not row.frames or now_ns - row.frames[0].ts_ns < _LOOK_AFTER_NS:
+            return [False] * len(row.frames)
+        words = [int.from_bytes(w, "little") for w in read_memory(row.tgid, [(f.sp, 8) for f in row.frames])]
+        for _ in range(2):  # the area is another one after an exec
+            area = self._areas.get(row.tgid)
+            if area and all(area[0] <= word < area[1] for word in words):
+                return [False] * len(words)
+            self._areas = {row.tgid: found} if (found := probe_area(row.tgid)) else {}
+        return [bool(word and area and not area[0] <= word < area[1]) for word in words]
+
     def close(self) -> None:
         """Unmap everything."""
-        for view in (self.vital, self.bulk, self.rows, self.counters, self.ctl, self.conf, self.ranges, self.slots):
+        for view in (
+            self.vital,
+            self.bulk,
+            self.life,
+            self.rows,
+            self.counters,
+            self.ctl,
+            self.conf,
+            self.ranges,
+            self.slots,
+        ):
             view.close()

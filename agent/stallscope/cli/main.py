@@ -58,7 +58,10 @@ def main(argv: list[str]) -> int:
 
 def entry() -> None:
     """For the `stallscope` script."""
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before a command could take care of it
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -80,11 +80,8 @@ def _blind(state: State, balances: dict[int, int], ended: bool) -> Blind:
     for proc, balance in balances.items():
         if balance < 0 or proc in state.processes.backwards:
             found[proc].add(None)
-    for gap in state.gaps:
-        # A gap with a count (a full ring) loses records; the counters in the kernel went on. A link gap without a
-        # process is about one that got no slot, and so has no numbers here.
-        if gap.missed is None and not (gap.proc is None and gap.source == "link"):
-            found[gap.proc].add(gap.hooks)
+    for owner, hooks in state.blind.items():
+        found[owner] |= hooks
     return found
 
 
@@ -95,7 +92,7 @@ def _notes(state: State, missing: int, balances: dict[int, int]) -> list[str]:
     elif not state.complete:
         where = f" ({state.ending})" if state.ending else ""
         notes.append(f"the event stream ended without a farewell{where}: counts are lower bounds")
-    if missing:
+    if missing and state.complete:  # a recording cut short does not have the last records and counters
         notes.append(f"accounting does not close: {_calls(missing)}{_where(state, balances)}")
     if state.events.homeless:
         notes.append(f"{_calls(state.events.homeless)} recorded in no known process")

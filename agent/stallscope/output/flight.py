@@ -16,7 +16,7 @@ __all__ = ["flight_rows"]
 def flight_rows(state: State) -> list[Row]:
     """The outermost call of each thread, the oldest first."""
     table = state.processes.table
-    rows = [_seen(state, table[t.proc], t) for t in state.flight.threads if t.proc in table]
+    rows = [_seen(state, table[t.proc], t) for t in state.flight.waiting() if t.proc in table]
     rows += [_inferred(state, table[c.proc], c) for c in state.flight.inferred.values() if c.proc in table]
     return sorted(rows, key=lambda row: (-row["age_ns"], row["proc"], row["tid"]))
 

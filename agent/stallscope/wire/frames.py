@@ -63,6 +63,7 @@ MAGIC = b"STALLSCP"
 VERSION = 1
 MIN_READER = 1
 MAX_FRAME_BYTES = 16 << 20
+MAX_CONTAINERS = 100_000
 _HEAD = struct.Struct("<IHH")
 _FILE = struct.Struct("<8sHHIQQ")
 FILE_HEADER_BYTES = _FILE.size
@@ -133,6 +134,26 @@ def read_file_header(data: bytes) -> tuple[int, int, int]:
     return version, min_reader, size
 
 
+class _Containers:
+    """Counts lists and maps while they are unpacked: 16 MiB of empty maps would be a gigabyte of objects."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CONTAINERS
+
+    def _count(self, container: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
+        return container
+
+    def limits(self) -> dict[str, Any]:
+        """Arguments for `msgpack.unpackb`."""
+        return {
+            "strict_map_key": True, "list_hook": self._count, "object_hook": self._count,
+            "max_array_len": 1 << 16, "max_map_len": 1 << 12, "max_str_len": 1 << 16, "max_ext_len": 0,
+        }  # fmt: skip
+
+
 class Decoder:
     """Splits a byte stream into frames; holds at most one incomplete frame.
 
@@ -163,8 +184,8 @@ class Decoder:
 
     def _body(self, payload: bytes) -> Body:
         try:
-            body = msgpack.unpackb(payload, raw=False, strict_map_key=True, use_list=True)
-        except (ValueError, msgpack.UnpackException) as error:
+            body = msgpack.unpackb(payload, raw=False, use_list=True, **_Containers().limits())
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
             raise BadFrame(f"body is no msgpack ({error})", self.offset) from error
         if not isinstance(body, dict):
             raise BadFrame("body is no map", self.offset)

@@ -34,7 +34,10 @@ static void after_fork_child(void) {
   for (int i = 0; i < MAX_DEVICES; i++) primary[i] = NULL;
   depth = 0;
   atomic_store(&initialised, false);
-  after_fork_parent();
+  sim_memory_lock_renew();
+  pthread_mutex_unlock(&sim_lock);
+  pthread_mutex_unlock(&sim_module_lock);
+  pthread_mutex_unlock(&primary_lock);
 }
 
 static void register_fork_handlers(void) {

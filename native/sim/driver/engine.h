@@ -197,6 +197,7 @@ enum memory_kind { MEMORY_PAGEABLE, MEMORY_DEVICE, MEMORY_PINNED, MEMORY_MANAGED
 enum memory_kind sim_memory_kind(const void *pointer);
 CUresult sim_allocate(void **out, size_t bytes, enum memory_kind kind);
 void sim_memory_lock(void);
+void sim_memory_lock_renew(void);
 void sim_memory_unlock(void);
 
 /* copy.c */

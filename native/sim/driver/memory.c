@@ -21,6 +21,11 @@ static size_t used_bytes[MAX_DEVICES];
 
 enum { PITCH = 512, LARGE = 1 << 16 };
 
+/* After a fork, in the child: the lock's owner is the parent's thread id, so unlocking would leave it locked for ever. */
+void sim_memory_lock_renew(void) {
+  pthread_rwlock_init(&map_lock, NULL);
+}
+
 void sim_memory_lock(void) {
   pthread_rwlock_wrlock(&map_lock);
 }
