@@ -29,13 +29,13 @@ from stallscope.capture.rights import (
     own_status,
     read_text,
     require_attach_rights,
+    require_traceable,
     try_bpf,
     try_perf,
 )
-from stallscope.errors import TargetProblem
 from stallscope.paths import BPF_OBJECT
 
-__all__ = ["Check", "preflight", "require_attach_rights", "target_checks", "unusable"]
+__all__ = ["CAPABILITIES", "NEEDED", "Check", "preflight", "require_attach_rights", "target_checks", "unusable"]
 
 _RINGBUF = 27
 # r0 = bpf_get_attach_cookie(r1); r0 = 0; exit
@@ -53,13 +53,18 @@ NOT_NEEDED = {"CAP_SYS_RESOURCE": "before kernel 5.11 only", "CAP_SYS_ADMIN": "C
 
 
 class Check(NamedTuple):
-    """One line; `state` is "ok", "missing" or "unknown"."""
+    """One line; `state` is "ok", "missing", "unknown", or "not needed" for what is absent and not missed."""
 
     name: str
     state: str
     detail: str
     what_you_lose: str = ""
     how_to_get_it: str = ""
+
+
+def _spare(name: str, present: bool, detail: str) -> Check:
+    """A line about something that attach can do without."""
+    return Check(name, "ok" if present else "not needed", detail)
 
 
 def _line(name: str, present: bool | None, detail: str, lose: str = "", cure: str = "") -> Check:
@@ -94,7 +99,7 @@ def _capability_checks() -> Iterator[Check]:
         yield _line(name, held, "effective" if held else "not effective", lose, _SUDO)
     for name, why in NOT_NEEDED.items():
         held = capability_held(name)
-        yield _line(name, held, "effective" if held else f"not effective; not needed ({why})")
+        yield _spare(name, held, "effective" if held else f"not effective ({why})")
 
 
 def _guard_checks() -> Iterator[Check]:
@@ -114,7 +119,7 @@ def _guard_checks() -> Iterator[Check]:
 def _lockdown_check(suspected: bool) -> Check:
     mode = lockdown_mode()
     if mode is None and not suspected:
-        return Check("lockdown", "unknown", "securityfs does not show it")
+        return Check("lockdown", "ok", "not shown by securityfs, and nothing is refused as it would")
     free = mode != "confidentiality" and not suspected
     detail = mode or "not shown, but EPERM without a filter"
     return _line("lockdown", free, detail, "BPF and perf are refused", "boot without lockdown=confidentiality")
@@ -129,18 +134,23 @@ def _place_checks() -> Iterator[Check]:
     if in_user_namespace():
         yield _line("user namespace", False, "not the host's", "capabilities count in here only", "be the host's root")
     traced = any(Path(folder, "events").exists() for folder in ("/sys/kernel/tracing", "/sys/kernel/debug/tracing"))
-    yield _line(
-        "tracefs", traced or None, "mounted" if traced else "not mounted or not readable", "nothing: not needed"
-    )
+    yield _spare("tracefs", traced, "mounted" if traced else "not mounted or not readable")
 
 
 def _backend_checks(object_file: Path) -> Iterator[Check]:
     folder = next((f for f in _bcc_folders() if (f / "bcc" / "__init__.py").exists()), None)
-    found = _bcc_version(folder) if folder else "not found"
-    yield _line("bcc", folder is not None, found, "the prebuilt object is used instead", "apt install python3-bpfcc")
     built = object_file.is_file()
-    lose = "nothing to fall back on" if folder else "no tracing at all"
-    yield _line("prebuilt object", built, "built" if built else f"no {object_file}", lose, "make build")
+    found = _bcc_version(folder) if folder else "not found"
+    if folder or not built:
+        yield _line("bcc", folder is not None, found, "no tracing at all", "apt install python3-bpfcc, or make build")
+    else:
+        yield _spare("bcc", False, "not found (the prebuilt object is used)")
+    if built or not folder:
+        yield _line(
+            "prebuilt object", built, "built" if built else f"no {object_file}", "no tracing at all", "make build"
+        )
+    else:
+        yield _spare("prebuilt object", False, f"no {object_file} (bcc is used)")
 
 
 def _bcc_version(folder: Path) -> str:
@@ -174,9 +184,8 @@ def unusable(checks: list[Check]) -> list[Check]:
 
 
 def target_checks(pid: int) -> list[Check]:
-    """Whether a process can be looked into. Raises TargetProblem when there is none."""
-    if not Path(f"/proc/{pid}").exists():
-        raise TargetProblem(f"cannot examine pid {pid}", why="there is no such process", hint="list them: ps -e")
+    """Whether a process can be looked into. Raises TargetProblem when there is none, or none to trace."""
+    require_traceable(pid, f"cannot examine pid {pid}")
     return [
         _readable(pid, "maps", "its libraries can't be found: no attach"),
         _readable(pid, "root", "its libraries can't be opened: no attach"),

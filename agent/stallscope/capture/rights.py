@@ -35,6 +35,7 @@ __all__ = [
     "read_text",
     "refusal",
     "require_attach_rights",
+    "require_traceable",
     "try_bpf",
     "try_perf",
     "uprobe_multi_attr",
@@ -59,6 +60,10 @@ _BITS = {
     "CAP_PERFMON": 38,
     "CAP_BPF": 39,
 }
+_LIST = "list the processes: ps -e"
+_NOT_INIT = "pid 1 is init: give the pid of the program that uses the GPU"
+_AUDIT = "see the audit log: ausearch -m avc, or dmesg"
+_FLAGS, _PF_KTHREAD = 6, 0x00200000  # place in /proc/PID/stat after the name; include/linux/sched.h
 _DENIALS = (errno.EPERM, errno.EACCES)
 
 
@@ -222,7 +227,7 @@ def refusal() -> Refusal | None:
     answers = f"bpf: {os.strerror(by_bpf)}, perf_event_open: {os.strerror(by_perf)}"
     return Refusal(
         f"the kernel refuses ({answers}) although the capabilities are there: a security module",
-        "see the audit log: ausearch -m avc, or dmesg",
+        _AUDIT,
     )
 
 
@@ -238,18 +243,32 @@ def require_attach_rights(pid: int) -> None:
     """Everything that attaching needs, tried before anything is changed.
 
     Raises:
-        TargetProblem: no such process.
+        TargetProblem: no such process, or none that can make a call.
         PermissionProblem: names the missing capability and the setting.
     """
     what = f"cannot attach to pid {pid}"
-    if not Path(f"/proc/{pid}").exists():
-        raise TargetProblem(what, why="there is no such process", hint="list them: ps -e")
+    require_traceable(pid, what)
     found = refusal()
     if found:
         raise PermissionProblem(what, why=found.why, hint=found.hint)
     problem = _unreadable(pid, what)
     if problem:
         raise problem
+
+
+def require_traceable(pid: int, what: str) -> None:
+    """Whether there is such a process, with a program in it. Raises TargetProblem; `what` could not be done."""
+    if not Path(f"/proc/{pid}").exists():
+        raise TargetProblem(what, why="there is no such process", hint=_LIST)
+    # The name stands in brackets and may hold anything; state and flags come after it.
+    name, _, rest = (read_text(f"/proc/{pid}/stat") or "").rpartition(")")
+    fields = rest.split()
+    if len(fields) > _FLAGS and int(fields[_FLAGS]) & _PF_KTHREAD:
+        raise TargetProblem(
+            f"{what} ({name.partition('(')[2]})", why="it is a kernel thread: no program runs in it", hint=_LIST
+        )
+    if fields and fields[0] in "ZX":
+        raise TargetProblem(what, why="the process has ended (its parent has not noticed yet)", hint=_LIST)
 
 
 def _unreadable(pid: int, what: str) -> StallscopeError | None:
@@ -260,10 +279,12 @@ def _unreadable(pid: int, what: str) -> StallscopeError | None:
             path = f"{live_path(pid)}/{name}"
             os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except (FileNotFoundError, ProcessLookupError):
-            return TargetProblem(what, why="the process has ended", hint="list them: ps -e")
+            return TargetProblem(what, why="the process has ended", hint=_LIST)
         except OSError as error:
-            why = f"{path} can't be opened ({error.strerror}): the process belongs to someone else"
+            why = f"{path} can't be opened ({error.strerror})"
             if not capability_held("CAP_SYS_PTRACE"):
-                why += " and this process lacks CAP_SYS_PTRACE"
-            return PermissionProblem(what, why=why, hint="run it as root: sudo stallscope attach ...")
+                why += ": the process belongs to someone else and this process lacks CAP_SYS_PTRACE"
+                return PermissionProblem(what, why=why, hint="run it as root: sudo stallscope attach ...")
+            why += " although CAP_SYS_PTRACE is there: another user namespace or a security module protects the process"
+            return PermissionProblem(what, why=why, hint=_NOT_INIT if pid == 1 else _AUDIT)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -13,15 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from stallscope.capture.libmatch import match
-from stallscope.capture.preflight import Check, preflight, target_checks, unusable
+from stallscope.capture.preflight import CAPABILITIES, NEEDED, Check, preflight, target_checks, unusable
 from stallscope.capture.procfs import clean, executable_mappings
 from stallscope.capture.rights import Refusal, refusal
-from stallscope.errors import ArgumentProblem, ExitCode
+from stallscope.cli.arguments import pid_number
+from stallscope.errors import ExitCode
+from stallscope.output.stdout import printable, put
 
 __all__ = ["add_parser", "run"]
 
 WIDTH = 80
-COLOURS = {"ok": "green", "missing": "red", "unknown": "yellow"}
+COLOURS = {"ok": "green", "not needed": "dim", "unknown": "yellow"}
 
 
 class Verdict(NamedTuple):
@@ -36,7 +39,7 @@ class Verdict(NamedTuple):
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's subparsers."""
     parser = commands.add_parser("doctor", help="what works on this machine, what is missing, how to get it")
-    parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="also look at this process")
+    parser.add_argument("pid", nargs="?", type=pid_number, metavar="PID", help="also look at this process")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.set_defaults(run=run)
 
@@ -70,23 +73,24 @@ def run(args: argparse.Namespace) -> int:
     """Print the checks. Exit 0 when attach would work, 3 when it is not permitted, 1 when it can't work here.
 
     Raises:
-        TargetProblem: no such process.
-        ArgumentProblem: a PID that can't be one.
+        TargetProblem: no such process, or one that can't be traced.
+        OutputProblem: stdout takes no more.
     """
-    if args.pid is not None and args.pid <= 0:
-        raise ArgumentProblem(f"cannot examine pid {args.pid}", why="it is no process id", hint="list them: ps -e")
     about_target = target_checks(args.pid) if args.pid else []
     libraries = libraries_of(args.pid) if args.pid else []
     checks = preflight()
     result = verdict(checks, about_target)
-    show = _print_json if args.json else _print_table
-    show(checks, about_target, libraries, result, args.pid)
+    text = _json_text if args.json else _page
+    put(text(checks, about_target, libraries, result, args.pid), sys.stdout, *_PRINTING)
     return result.code
 
 
-def _print_json(
+_PRINTING = ("cannot print what the checks found", "send it somewhere with room")
+
+
+def _json_text(
     checks: list[Check], about_target: list[Check], libraries: list[tuple[str, str]], result: Verdict, pid: int | None
-) -> None:
+) -> str:
     answer: dict[str, Any] = {
         "attach": result.attach,
         "why": result.why or None,
@@ -97,25 +101,37 @@ def _print_json(
     if pid:
         found = [{"library": library, "path": path} for library, path in libraries]
         answer["target"] = {"pid": pid, "checks": [check._asdict() for check in about_target], "libraries": found}
-    json.dump(answer, sys.stdout, indent=2)
-    print()
+    return json.dumps(answer, indent=2) + "\n"
 
 
-def _print_table(
+def _page(
     checks: list[Check], about_target: list[Check], libraries: list[tuple[str, str]], result: Verdict, pid: int | None
-) -> None:
-    console = Console(width=min(WIDTH, _columns()), highlight=False)
-    table = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
-    for title, ratio in (("check", None), ("", None), ("found; what you lose; how to get it", 1)):
-        table.add_column(title, ratio=ratio, overflow="fold")
+) -> str:
+    tty = sys.stdout.isatty()
+    page = Console(
+        file=io.StringIO(), width=min(WIDTH, _columns()), force_terminal=tty, highlight=False, markup=False,
+        emoji=False, color_system="auto" if tty else None,
+    )  # fmt: skip
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1, overflow="fold")
     for check in [*checks, *about_target]:
-        table.add_row(Text(check.name), Text(check.state, COLOURS[check.state]), _told(check))
-    console.print(table)
+        table.add_row(Text(check.state, _colour(check)), _told(check))
+    page.print(table)
     for library, path in libraries:
-        console.print(Text(f"pid {pid} maps {library}: {path}"))
+        page.print(Text(f"pid {pid} maps {library}: {path}"))
     if pid and not libraries:
-        console.print(Text(f"pid {pid} maps no library named like CUDA's; a program may also hold the runtime itself"))
-    console.print(_conclusion(result))
+        page.print(Text(f"pid {pid} maps no library named like CUDA's; a program may also hold the runtime itself"))
+    page.print(_conclusion(result))
+    text: str = page.file.getvalue()  # type: ignore[attr-defined]
+    return printable(text, sys.stdout)
+
+
+def _colour(check: Check) -> str:
+    """Red is for what makes attach impossible or refused; what only limits it is yellow."""
+    if check.state == "missing":
+        return "red" if check.name in NEEDED or check.name in CAPABILITIES else "yellow"
+    return COLOURS[check.state]
 
 
 def _columns() -> int:
@@ -126,11 +142,11 @@ def _columns() -> int:
 
 
 def _told(check: Check) -> Text:
-    text = Text(check.detail)
+    text = Text.assemble((check.name, "bold"), f": {check.detail}")
     if check.what_you_lose:
-        text.append(f"\n  lost: {check.what_you_lose}")
+        text.append(f"\nyou lose: {check.what_you_lose}")
     if check.how_to_get_it:
-        text.append(f"\n  get it: {check.how_to_get_it}")
+        text.append(f"\nget it: {check.how_to_get_it}")
     return text
 
 
