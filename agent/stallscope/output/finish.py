@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
-import io
 from typing import TextIO
 
 from stallscope.aggregate.state import State
 from stallscope.errors import ExitCode
 from stallscope.output.empty import why_empty
+from stallscope.output.rehearsal import rehearse
 from stallscope.output.report import build_report, report_json
+from stallscope.output.stdout import put
 
 __all__ = ["finish", "warm_up"]
 
 
 def warm_up(*, as_json: bool) -> None:
-    """Import all that `finish` will need: afterwards this process may no longer be able to read its own modules."""
-    finish(State(), as_json=as_json, out=io.StringIO(), err=io.StringIO())
+    """Run all that a capture can need, on one made up: afterwards this process may be unable to read its modules.
+
+    numpy and rich import parts of themselves at the first call of a function, so importing ours is not enough.
+    """
+    for state in (rehearse(), State()):
+        why_empty(state)
+        if as_json:
+            report_json(state)
+            continue
+        from stallscope.output.terminal import PLAIN_WIDTH, render
+
+        for tty in (False, True):
+            render(build_report(state), PLAIN_WIDTH, tty=tty)
 
 
-def finish(state: State, *, as_json: bool, out: TextIO, err: TextIO) -> int:
-    """Print the report on `out` and, when there is nothing in it, the reason on `err`; the exit code."""
-    if as_json:
-        out.write(report_json(state))
-    else:
-        # rich costs 10 MB: only who prints for a person pays for it.
-        from stallscope.output.terminal import print_report
+def finish(state: State, *, as_json: bool, out: TextIO | None, err: TextIO) -> int:
+    """Print the report on `out` and, when there is nothing in it, the reason on `err`; the exit code.
 
-        print_report(build_report(state), out)
-    out.flush()
+    Raises:
+        OutputProblem: `out` is closed, or takes no more.
+        BrokenPipeError: nobody reads `out` any more.
+    """
+    put(_text(state, as_json, out), out, "cannot print the report", _HINT)
     empty = why_empty(state)
     if empty is None:
         return ExitCode.OK
-    err.write(f"{empty}\n")
+    err.write(f"stallscope: {empty}\n")
     return empty.exit_code
+
+
+_HINT = "send it somewhere with room; one recorded with -o FILE is printed again by `stallscope report FILE`"
+
+
+def _text(state: State, as_json: bool, out: TextIO | None) -> str:
+    if as_json or out is None:
+        return report_json(state)
+    # rich costs 10 MB: only who prints for a person pays for it.
+    from stallscope.output.terminal import report_text
+
+    return report_text(build_report(state), out)

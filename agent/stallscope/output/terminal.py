@@ -1,4 +1,4 @@
-"""One screen: where does the time go, who is waiting now."""
+"""One screen: who is waiting now, where does the time go."""
 
 from __future__ import annotations
 
@@ -11,35 +11,55 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stallscope.output.header import counted, ends, subject, traced
+from stallscope.output.remarks import remarks
 from stallscope.output.rows import Row
-from stallscope.output.words import at_least, clean, count, cut, duration, least
+from stallscope.output.stdout import printable
+from stallscope.output.words import at_least, count, cut, duration, least, share
 
-__all__ = ["print_report"]
+__all__ = ["PLAIN_WIDTH", "render", "report_text"]
 
 PLAIN_WIDTH = 80
 WAITS, FLIGHT, ENQUEUES, COMMS, ERRORS, NOTES = 12, 10, 8, 6, 6, 10
 ENQUEUE_KINDS = ("launch", "graph", "copy", "event")
-LINE = 76
+SMALL_PERCENT = 0.5
+SHOWN_ANYWAY = 3
+OFTEN_NESTED = 10
 
 
-def print_report(report: Row, out: TextIO) -> None:
-    """Print a report for a person: 80 columns and no colour unless `out` is a terminal."""
+def report_text(report: Row, out: TextIO) -> str:
+    """The report for a person, as `out` can show it: 80 columns and no colour unless it is a terminal."""
     tty = out.isatty()
     width = max(PLAIN_WIDTH, os.get_terminal_size(out.fileno()).columns) if tty else PLAIN_WIDTH
+    return printable(render(report, width, tty=tty), out)
+
+
+def render(report: Row, width: int, *, tty: bool) -> str:
+    """The report for a person; with colours for a terminal."""
+    # No markup, no emoji: names come from the target, and rich would load the tables for them when it can't any more.
     page = Console(
-        file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False
-    )
-    for section in (_header, _waits, _flight, _enqueues, _communicators, _errors, _remarks):
+        file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
+        markup=False, emoji=False,
+    )  # fmt: skip
+    for section in (_header, _flight, _waits, _enqueues, _communicators, _errors, _remarks):
         section(report, page)
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
-    encoding = out.encoding or "utf-8"
-    out.write(text.encode(encoding, "replace").decode(encoding))
+    return text
 
 
 def _table(
-    page: Console, title: str, columns: list[str], rows: list[Row], limit: int, cells: Callable[[Row], list[str]]
+    page: Console,
+    title: str,
+    columns: list[str],
+    rows: list[Row],
+    limit: int,
+    cells: Callable[[Row], list[str]],
+    more: str | None = None,
 ) -> None:
-    """Print the first `limit` rows. Columns named in capitals hold words and give way; numbers are never cut."""
+    """Print the first `limit` rows, and `more` about the others.
+
+    Columns named in capitals hold words and give way; numbers are never cut.
+    """
     page.print()
     page.print(Text(title, style="bold"))
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
@@ -48,30 +68,43 @@ def _table(
         is_word = name.isupper()
         widest = max(len(name), *(len(line[i]) for line in lines))
         table.add_column(
-            name.lower(), no_wrap=True, justify="left" if is_word else "right", min_width=None if is_word else widest
+            Text(name.lower()),
+            no_wrap=True,
+            justify="left" if is_word else "right",
+            min_width=None if is_word else widest,
         )
     for line in lines:
         table.add_row(*map(Text, line))
     page.print(table)
     if len(rows) > limit:
-        page.print(Text(f"and {count(len(rows) - limit)} more (--json shows all)", style="dim"))
+        page.print(Text(more or f"and {count(len(rows) - limit)} more: --json shows all", style="dim"))
+
+
+class _Whose:
+    """The columns that say whose a row is: the pid; the rank where one is known; the name where names differ."""
+
+    def __init__(self, report: Row, rows: list[Row]) -> None:
+        procs = {row["proc"] for row in rows}
+        self._people = {p["proc"]: p for p in report["processes"] if p["proc"] in procs}
+        self._ranked = any(p["global_rank"] is not None for p in self._people.values())
+        self._named = len({p["name"] for p in self._people.values()}) > 1
+        self.columns = ["rank"] * self._ranked + ["pid"] + ["NAME"] * self._named
+        self.plain = len(self.columns) == 1
+
+    def cells(self, row: Row) -> list[str]:
+        """Of one row."""
+        person = self._people.get(row["proc"])
+        rank = person["global_rank"] if person else None
+        ranks = ["-" if rank is None else str(rank)] * self._ranked
+        return [*ranks, str(row["pid"]), *[cut(person["name"] if person else "-", 10)] * self._named]
 
 
 def _header(report: Row, page: Console) -> None:
-    capture = report["capture"]
-    people = report["processes"]
-    first = f"{clean(people[0]['name'])} (pid {people[0]['pid']})" if people else "no process"
-    who = f"{first} and {len(people) - 1} more" if len(people) > 1 else first
-    host = f" on {clean(capture['host'])}" if capture["host"] else ""
-    page.print(Text(cut(f"stallscope: {who}{host}", LINE), style="bold"))
-    one_in = capture["sample_one_in"] or 1
-    sampling = "every call recorded" if one_in == 1 else f"1 in {one_in:,.6g} short calls recorded, all counted"
-    page.print(Text(f"{duration(capture['duration_ns'])} traced, {sampling}"))
-    captured = f"captured {least(capture, 'events', count)}, lost {least(capture, 'lost', count)}"
-    filtered = sum(capture["filtered"].values())
-    more = f", filtered {count(filtered)}" if filtered else ""
-    style = "bold red" if capture["lost"] else ""
-    page.print(Text(f"{captured}, sampled out {least(capture, 'sampled_out', count)}{more}", style=style))
+    page.print(Text(subject(report), style="bold"))
+    page.print(Text(traced(report)))
+    for end in ends(report):
+        page.print(Text(end, style="bold"))
+    page.print(Text(counted(report), style="bold red" if report["capture"]["lost"] else ""))
 
 
 def _wall(report: Row) -> dict[int, int]:
@@ -84,42 +117,91 @@ def _wall(report: Row) -> dict[int, int]:
     return walls
 
 
-def _share(total: int, wall: int) -> str:
-    return f"{100 * total / wall:.0f} %" if wall > 0 else "-"
-
-
 def _waits(report: Row, page: Console) -> None:
     walls = _wall(report)
-    if not report["stalls"]:
+    rows = _by_total(report)
+    if not rows:
         page.print()
         page.print(Text("no wait has ended in this time", style="bold"))
         return
-    title = "waits, by total (share of the process's wall time, all threads together)"
-    columns = ["pid", "FUNCTION", "count", "total", "share", "p50", "p99", "max"]
-    _table(page, title, columns, report["stalls"], WAITS, lambda s: [
-        str(s["pid"]),
+    big = [s for s in rows if _counts(s, walls)]
+    small = [s for s in rows if not _counts(s, walls)]
+    shown = min(len(big), WAITS) or SHOWN_ANYWAY
+    whose = _Whose(report, [*big, *small][:shown])
+    title = "where the time went: waits that ended, by total (share of the process's time)"
+    columns = [*whose.columns, "FUNCTION", "count", "total", "share", *["p50"] * whose.plain, "p99", "max"]
+    more = _unshown(len(big) - min(len(big), shown), len(small) - max(0, shown - len(big)))
+    _table(page, title, columns, [*big, *small], shown, lambda s: [
+        *whose.cells(s),
         s["api"],
         least(s, "count", count),
         least(s, "total_ns", duration),
-        at_least(s, "total_ns") + _share(s["total_ns"], walls.get(s["proc"], 0)),
-        duration(s["p50_ns"]),
+        _share(s, walls),
+        *[duration(s["p50_ns"])] * whose.plain,
         duration(s["p99_ns"]),
         least(s, "max_ns", duration),
-    ])  # fmt: skip
+    ], more)  # fmt: skip
+
+
+def _by_total(report: Row) -> list[Row]:
+    """The stalls, the largest first; those last that are an accident of the attach."""
+    calls = {(c["proc"], c["api"]): c for c in report["calls"]}
+    return sorted(report["stalls"], key=lambda s: _is_accident(calls.get((s["proc"], s["api"])), s["count"]))
+
+
+def _is_accident(call: Row | None, outermost: int) -> bool:
+    """Whether calls into the driver that the runtime makes stand here because the attach came in between.
+
+    The runtime's call began before its link; all that came later are nested in one.
+    """
+    return call is not None and call["library"] == "CUDA" and call["nested"] >= OFTEN_NESTED * max(1, outermost)
+
+
+def _percent(stall: Row, walls: dict[int, int]) -> float | None:
+    return share(stall["total_ns"], walls.get(stall["proc"], 0))
+
+
+def _counts(stall: Row, walls: dict[int, int]) -> bool:
+    percent = _percent(stall, walls)
+    return percent is None or percent >= SMALL_PERCENT
+
+
+def _share(stall: Row, walls: dict[int, int]) -> str:
+    percent = _percent(stall, walls)
+    if percent is None or (percent < SMALL_PERCENT and at_least(stall, "total_ns")):
+        return "-"
+    return f"<{SMALL_PERCENT} %" if percent < SMALL_PERCENT else f"{at_least(stall, 'total_ns')}{percent:.0f} %"
+
+
+def _unshown(big: int, small: int) -> str:
+    parts = [f"{count(big)} more"] if big else []
+    parts += [f"{count(small)} more below {SMALL_PERCENT} %"] if small else []
+    return f"and {' and '.join(parts)}: --json shows all"
 
 
 def _flight(report: Row, page: Console) -> None:
     rows = report["in_flight"]
     if not rows:
+        _nobody(report, page)
         return
-    columns = ["pid", "tid", "FUNCTION", "for", "COMMUNICATOR"]
-    _table(page, "inside a call at the end", columns, rows, FLIGHT, lambda r: [
-        str(r["pid"]),
+    whose = _Whose(report, rows[:FLIGHT])
+    columns = [*whose.columns, "tid", "FUNCTION", "for", "COMMUNICATOR"]
+    _table(page, "waiting now (inside a call at the end)", columns, rows, FLIGHT, lambda r: [
+        *whose.cells(r),
         str(r["tid"]),
         cut(r["api"], 30),
         least(r, "age_ns", duration),
         _place(r),
     ])  # fmt: skip
+
+
+def _nobody(report: Row, page: Console) -> None:
+    """Only where it is known: the last look was taken, and somebody was left to be looked at."""
+    capture = report["capture"]
+    alive = any(p["libraries"] and not p["exit"] for p in report["processes"])
+    if alive and not capture["lost_by"] and not at_least(capture, "duration_ns"):
+        page.print()
+        page.print(Text("waiting now: no thread was seen inside a call at the end", style="bold"))
 
 
 def _place(row: Row) -> str:
@@ -133,17 +215,22 @@ def _place(row: Row) -> str:
 
 def _enqueues(report: Row, page: Console) -> None:
     untimed = [c for c in report["calls"] if c["kind"] in ENQUEUE_KINDS and c["total_ns"] is None]
-    rows = sorted((c for c in untimed if c["count"] > c["nested"]), key=lambda c: c["nested"] - c["count"])
+    rows = sorted((c for c in untimed if _outermost(c)), key=lambda c: (_is_accident(c, _outermost(c)), -_outermost(c)))
     if not rows:
         return
-    walls = _wall(report)
+    walls, whose = _wall(report), _Whose(report, rows[:ENQUEUES])
     title = "enqueue calls (work handed to the GPU; how long it ran is not known)"
-    _table(page, title, ["pid", "FUNCTION", "calls", "per second"], rows, ENQUEUES, lambda c: [
-        str(c["pid"]),
+    _table(page, title, [*whose.columns, "FUNCTION", "calls", "per second"], rows, ENQUEUES, lambda c: [
+        *whose.cells(c),
         cut(c["api"], 36),
-        at_least(c, "count") + count(c["count"] - c["nested"]),
-        _rate(c["count"] - c["nested"], walls.get(c["proc"], 0)),
+        at_least(c, "count") + count(_outermost(c)),
+        at_least(c, "count") + _rate(_outermost(c), walls.get(c["proc"], 0)),
     ])  # fmt: skip
+
+
+def _outermost(call: Row) -> int:
+    outermost: int = call["count"] - call["nested"]
+    return outermost
 
 
 def _rate(calls: int, wall: int) -> str:
@@ -175,9 +262,10 @@ def _errors(report: Row, page: Console) -> None:
     rows = sorted((c for c in report["calls"] if c["errors"]), key=lambda c: -c["errors"])
     if not rows:
         return
-    columns = ["pid", "FUNCTION", "errors", "of"]
+    whose = _Whose(report, rows[:ERRORS])
+    columns = [*whose.columns, "FUNCTION", "errors", "of"]
     _table(page, "calls that returned an error", columns, rows, ERRORS, lambda c: [
-        str(c["pid"]),
+        *whose.cells(c),
         cut(c["api"], 36),
         least(c, "errors", count),
         least(c, "count", count),
@@ -185,11 +273,7 @@ def _errors(report: Row, page: Console) -> None:
 
 
 def _remarks(report: Row, page: Console) -> None:
-    capture = report["capture"]
-    pids = {p["proc"]: p["pid"] for p in report["processes"]}
-    lines = [clean(note) for note in capture["notes"]]
-    lines += [f"lost at {clean(place)}: {count(n)}" for place, n in capture["lost_by"].items()]
-    lines += [_gap(gap, pids) for gap in capture["gaps"]]
+    lines = remarks(report)
     if not lines:
         return
     page.print()
@@ -197,11 +281,4 @@ def _remarks(report: Row, page: Console) -> None:
     for line in lines[:NOTES]:
         page.print(Text(f"- {line}"))
     if len(lines) > NOTES:
-        page.print(Text(f"and {len(lines) - NOTES} more (--json shows all)", style="dim"))
-
-
-def _gap(gap: Row, pids: dict[int, int]) -> str:
-    where = f"pid {pids.get(gap['proc'], '?')}" if gap["proc"] is not None else "all processes"
-    missed = "unknown calls" if gap["count"] is None else f"{count(gap['count'])} records"
-    span = duration(gap["to_ns"] - gap["from_ns"])
-    return f"{where}: {missed} missed in {span} at {duration(gap['from_ns'])} ({clean(gap['reason'])})"
+        page.print(Text(f"and {count(len(lines) - NOTES)} more: --json shows all", style="dim"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from stallscope.output.rows import Row
 
-__all__ = ["at_least", "clean", "count", "cut", "duration", "least"]
+__all__ = ["at_least", "clean", "count", "cut", "duration", "least", "share"]
 
 UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
 
@@ -48,3 +48,8 @@ def at_least(row: Row, key: str) -> str:
 def least(row: Row, key: str, words: Callable[[int], str]) -> str:
     """A number of the report with its mark."""
     return at_least(row, key) + words(row[key])
+
+
+def share(part: int, whole: int) -> float | None:
+    """Per cent; None where the whole is not known."""
+    return 100 * part / whole if whole > 0 else None
