@@ -102,7 +102,8 @@ def test_nothing_captured_says_why() -> None:
 
 def test_a_full_disk_costs_only_the_file() -> None:
     code, out, err = live(b"".join(small().encoded()), "--json", record=Path("/dev/full"))
-    assert code == 0 and b'"events": 9' in out and b"No space left" in err
+    assert code == 1 and b'"events": 9' in out
+    assert b"the recording /dev/full is incomplete: No space left" in err and b"next: " in err
 
 
 def _ignored(pid: int) -> int:

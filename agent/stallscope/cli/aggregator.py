@@ -14,6 +14,7 @@ import sys
 from stallscope.aggregate.state import State
 from stallscope.errors import ExitCode
 from stallscope.output.finish import finish, warm_up
+from stallscope.output.stdout import OutputProblem
 from stallscope.wire.frames import FILE_HEADER_BYTES, BadFrame, Decoder, Kind
 from stallscope.wire.privdrop import PrivilegeDropError, drop_privileges
 from stallscope.wire.recording import Ending, Recorder
@@ -67,33 +68,50 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     warm_up(as_json=args.json)
+    recording = _path_of(args.record_fd)
     if args.uid is not None:
         try:
             drop_privileges(args.uid, args.gid, memory=MEMORY_LIMIT_BYTES)
         except PrivilegeDropError as error:
-            sys.stderr.write(f"cannot start the aggregator: {error}\n  next: run attach with sudo, or as root\n")
+            sys.stderr.write(
+                f"stallscope: cannot start the aggregator: {error}\n  next: run attach with sudo, or as root\n"
+            )
             return ExitCode.FAILED
     recorder = Recorder(args.record_fd) if args.record_fd is not None else None
     state = State()
     with socket.socket(fileno=args.socket_fd) as sock:
         receive(sock, state, recorder)
-    return _close(state, recorder, as_json=args.json)
+    return _close(state, recorder, recording, as_json=args.json)
 
 
-def _close(state: State, recorder: Recorder | None, *, as_json: bool) -> int:
+def _path_of(record_fd: int | None) -> str:
+    """The recording's name for messages; /proc/self can't be read once the privileges are gone."""
+    if record_fd is None:
+        return ""
+    try:
+        return os.readlink(f"/proc/self/fd/{record_fd}")
+    except OSError:
+        return f"descriptor {record_fd}"
+
+
+def _close(state: State, recorder: Recorder | None, recording: str, *, as_json: bool) -> int:
+    """Print what is to be printed. A recording that is not whole is a failure even where the report is."""
+    code: int = ExitCode.OK
     if recorder:
         recorder.close()
         if recorder.problem:
+            code = ExitCode.FAILED
             sys.stderr.write(
-                f"the recording is incomplete: {recorder.problem}\n"
-                "  next: the report below is whole; free space and record again if you need the file\n"
+                f"stallscope: the recording {recording} is incomplete: {recorder.problem}\n"
+                "  next: the report on stdout is whole; free space and record again if you need the file\n"
             )
     try:
-        return finish(state, as_json=as_json, out=sys.stdout, err=sys.stderr)
+        return finish(state, as_json=as_json, out=sys.stdout, err=sys.stderr) or code
+    except OutputProblem as error:
+        sys.stderr.write(f"stallscope: {error}\n")
     except BrokenPipeError:
-        # Nobody reads any more; keep the interpreter from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.FAILED
+        pass  # `| head`: nobody reads any more
+    return ExitCode.FAILED
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import sys
 from typing import Any
 
 from stallscope.aggregate.state import State
+from stallscope.errors import RecordingProblem
 from stallscope.output.finish import finish
-from stallscope.wire.recording import read_recording
+from stallscope.wire.recording import Ending, read_recording
 
 __all__ = ["add_parser", "replay", "run"]
 
@@ -22,20 +23,32 @@ def add_parser(subparsers: Any) -> None:
 
 
 def replay(path: str) -> State:
-    """The state that a recording's frames add up to. Raises RecordingProblem."""
+    """The state that a recording's frames add up to. Raises RecordingProblem, also where no frame is whole."""
     state, recording = State(), read_recording(path)
     for frame in recording:
         state.apply(frame)
     state.finish(recording.ending)
+    if state.capture is None and recording.ending:
+        raise RecordingProblem(
+            f"cannot report {path}", why=f"there is no whole frame in it: it {_cut_off(recording.ending)}",
+            hint="record again: stallscope attach PID -o FILE",
+        )  # fmt: skip
     return state
 
 
+def _cut_off(ending: Ending) -> str:
+    return str(ending) if ending.bad else f"is cut off after {ending.offset + ending.pending} bytes"
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print the report; what is whole of a damaged recording, with a word on where it ends. Raises RecordingProblem."""
+    """Print the report; what is whole of a damaged recording, with a word on where it ends.
+
+    Raises RecordingProblem, OutputProblem.
+    """
     state = replay(args.file)
     if state.ending:
         sys.stderr.write(
-            f"{args.file} is not whole: {state.ending}\n"
+            f"stallscope: {args.file} is not whole: {state.ending}\n"
             "  next: the report holds what comes before; its counts are lower bounds\n"
         )
     return finish(state, as_json=args.json, out=sys.stdout, err=sys.stderr)
