@@ -36,6 +36,7 @@ def recording(tmp_path: Path) -> Path:
     ("report a --bogus", "stallscope report [-h]", "unknown: --bogus"),
     ("doctor abc", "stallscope doctor [-h]", "'abc' is not a process id (a number)"),
     ("doctor 99999999", "stallscope doctor [-h]", "'99999999' is not a process id (1 to 4194303)"),
+    ("attach abc", "stallscope attach [-h]", "'abc' is not a process id (a number)"),
     ("attach 1 --duration x", "stallscope attach [-h]", "'x': give a positive number of seconds"),
     ("attach 1 --sample 0", "stallscope attach [-h]", "give a rate above 0"),
 ])  # fmt: skip

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stallscope import __version__
+from stallscope.cli.arguments import pid_number
 from stallscope.cli.caller import Caller, caller
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, StallscopeError
 from stallscope.wire.frames import Kind
@@ -53,13 +54,6 @@ def seconds(text: str) -> float:
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r}: give a positive number of seconds")
     return value
-
-
-def pid_number(text: str) -> int:
-    """A pid. Raises argparse.ArgumentTypeError."""
-    if not text.isdigit() or not 0 < int(text) < 1 << 22:
-        raise argparse.ArgumentTypeError(f"{text!r} is no pid")
-    return int(text)
 
 
 def add_parser(commands: Any) -> None:
