@@ -153,6 +153,7 @@ struct wire_row {
 struct wire_slot {
   uint64_t tgid; /* 0 = free */
   uint64_t dead; /* 1: ended; user space harvests, zeroes and frees */
+  uint64_t rows; /* threads of it that hold a row */
 };
 
 struct wire_ranges {

@@ -52,19 +52,20 @@ ON("raw_tracepoint/sched_process_fork") int on_fork(raw_ctx *ctx) {
 
 ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
   u64 id = current_id(), old = (id >> 32 << 32) | (u32)ctx->args[1];
+  u32 moved = (u32)bpf_get_current_pid_tgid() != (u32)ctx->args[1]; /* both as the host numbers them */
   u32 slot, tgid = id >> 32, *s = procs.lookup(&tgid);
   if (!s) return 0;
   struct wire_row *r = row_of(id, 0, &slot);
   if (r) release(r, id);
-  if (old != id) { /* exec in a thread that was not the leader: it takes over the leader's tid */
+  if (moved) { /* exec in a thread that was not the leader: it takes over the leader's tid */
     r = row_of(old, 0, &slot);
     if (r) {
       release(r, old);
       r->owner = 0;
+      hold_row(slot, -1);
     }
   }
-  u32 leader = bpf_get_current_pid_tgid() >> 32;
-  tell_life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, (u32)ctx->args[1] != leader);
+  tell_life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, moved);
   return 0;
 }
 
@@ -76,16 +77,19 @@ ON("raw_tracepoint/sched_process_exit") int on_exit(raw_ctx *ctx) {
   if (r) {
     release(r, id);
     r->owner = 0;
+    hold_row(slot, -1);
   }
   bpf_probe_read_kernel(&signal, 8, (void *)(ctx->args[0] + setting(WIRE_CONF_SIGNAL)));
   bpf_probe_read_kernel(&live, 4, (void *)(signal + setting(WIRE_CONF_LIVE)));
   if (live) return 0;
-  bpf_probe_read_kernel(&code, 4, (void *)(ctx->args[0] + setting(WIRE_CONF_EXIT_CODE)));
+  /* Threads that end together have all left `live` before the first of them comes here (until v6.15 by as long as
+   * exit_mm() takes). Those with calls to tell of must find the process in the filter: the last of them ends it. */
   slot = *s & PROC_SLOT;
+  struct wire_slot *p = slots.lookup(&slot);
+  if (!p || p->rows || __sync_val_compare_and_swap(&p->dead, 0, 1)) return 0;
+  bpf_probe_read_kernel(&code, 4, (void *)(ctx->args[0] + setting(WIRE_CONF_EXIT_CODE)));
   procs.delete(&tgid);
   tell_life(WIRE_EXIT, id, slot, code, 0);
-  struct wire_slot *p = slots.lookup(&slot);
-  if (p && p->tgid == tgid) p->dead = 1;
   return 0;
 }
 

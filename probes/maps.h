@@ -62,6 +62,11 @@ INL struct wire_count *count_of(u32 slot, u32 hook) {
   return counts.lookup(&i);
 }
 
+INL void hold_row(u32 slot, u64 change) {
+  struct wire_slot *p = slots.lookup(&slot);
+  if (p) __sync_fetch_and_add(&p->rows, change);
+}
+
 /* Which row belongs to the calling thread. Linear probing over WIRE_ROW_PROBES rows; a row is claimed once by
  * compare-and-swap and then written by its owner alone.
  * create: claim one for a traced thread. *slot: 0 = not traced; > 0 with NULL = traced, but no row was free. */
@@ -93,6 +98,7 @@ INL struct wire_row *row_of(u64 id, int create, u32 *slot) {
   spare->shared = 0;
   spare->calls = 0;
   spare->slot = *slot;
+  hold_row(*slot, 1);
   return spare;
 }
 

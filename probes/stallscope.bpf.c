@@ -91,6 +91,12 @@ INL u64 next_in_comm(struct hit *h) {
   return 0;
 }
 
+/* A new communicator may lie where a destroyed one lay. */
+INL void number_from_zero(u64 id, u64 comm) {
+  u64 *s = sequence_of(id >> 32, comm);
+  if (s) *s = 0;
+}
+
 /* The entry of an NCCL call is evidence by itself ("rank 3 came"): recorded at once, before it can block. */
 INL void record_entry(struct hit *h, struct pt_regs *ctx, u32 depth) {
   u32 flags = FLAGS_OF(h->cookie);
@@ -161,6 +167,7 @@ INL void record_done(struct wire_row *r, struct wire_frame *f, u64 id, u64 dur, 
 #pragma unroll
   for (int i = 0; i < 8; i++) h.a[i] = f->a[i];
   if (out && bpf_probe_read_user(&h.a[7], 8, (void *)argument(h.a, out))) h.flags |= WIRE_NO_OUT;
+  else if (out && (!status || status == 7)) number_from_zero(id, h.a[7]); /* 7: ncclInProgress */
   if (flags & WIRE_HOOK_UID_RETURN) {
     failed = emit_uid(&h, argument(h.a, UID_OF(h.cookie)), WIRE_DONE, depth, dur, status);
   } else {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -211,3 +213,45 @@ def test_interrupted_during_the_start() -> None:
             _, errors = tracer.communicate(timeout=20)
             assert "Traceback" not in errors, errors
             assert tracer.returncode in (4, 130, 0), errors
+
+
+BROKEN = """
+import sys
+from stallscope.capture.session import Session
+look, looks = Session.look, []
+def broken(self):
+    looks.append(1)
+    if len(looks) > 100:
+        raise OSError(12, "Cannot allocate memory")
+    look(self)
+Session.look = broken
+from stallscope.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_was_captured_is_reported_when_the_capture_breaks() -> None:
+    """An error of the loop: exit 1 and four parts on stderr, and on stdout what came before, as lower bounds."""
+    with Program([TARGETS / "million", "100", "10", "60000000"]) as program:
+        program.wait_for("ready")
+        command = [sys.executable, "-c", BROKEN, "attach", str(program.pid), "--json"]
+        tracer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert tracer.stderr is not None
+        assert "attached to PID" in tracer.stderr.readline()
+        program.say()
+        out, errors = tracer.communicate(timeout=60)
+    assert tracer.returncode == 1
+    assert "the capture ended early: " in errors and "next: " in errors and "Traceback" not in errors
+    report = json.loads(out)
+    assert report["calls"]
+    assert report["capture"]["events_is"] == "lower_bound"
+
+
+def test_more_processes_than_the_usual_limit_of_files() -> None:
+    """The soft limit is the shell's, not ours."""
+    with Program([TARGETS / "million", "1", "1", "300"]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid]).attached() as tracer:
+            limits = Path(f"/proc/{tracer.process.pid}/limits").read_text().splitlines()
+            soft, hard = next(line for line in limits if line.startswith("Max open files")).split()[3:5]
+    assert soft == hard

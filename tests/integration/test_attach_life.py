@@ -106,6 +106,21 @@ def test_fork_and_exec_are_followed(delay_us: str) -> None:
     assert balance(report)[0] == balance(report)[1]
 
 
+@pytest.mark.parametrize("how", ["leader", "thread"])
+@pytest.mark.parametrize("prefix", [[], ["setarch", "-R"]], ids=["random", "same addresses"])
+def test_exec_in_any_thread(how: str, prefix: list[str]) -> None:
+    """Whichever thread execs, and wherever the libraries come to lie: counted, and driver calls are nested."""
+    with Program([*prefix, TARGETS / "execer", how, "500"]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid], "--sample", "1/1").attached() as tracer:
+            program.say()
+            truth, report = program.truth(), tracer.report()
+    assert own(report)["cudaMalloc"] == truth["calls"]["cudaMalloc"] == 500
+    inner = [call for call in report["calls"] if call["library"] == "CUDA"]
+    assert inner
+    assert all(call["nested"] == call["count"] for call in inner)
+
+
 def test_children_are_left_alone_when_asked() -> None:
     """--no-children."""
     with Program([TARGETS / "forker", "3", "1000", "100"]) as program:

@@ -407,10 +407,11 @@ def test_slots_are_claimed_once() -> None:
         assert slots.claim(128) == 1  # place 0 is never used
         assert slots.claim(0) is None
         assert slots.all() == [Slot(1, 128, False), Slot(9, 649, False), Slot(10, 777, False)]
-        os.pwrite(fd, struct.pack("<Q", 1), 9 * 16 + 8)
+        os.pwrite(fd, struct.pack("<QQ", 1, 5), 9 * 24 + 8)
         assert slots.all()[1] == Slot(9, 649, True) and slots.find(649) == 9
         slots.free(9)
         assert slots.find(649) is None and slots.claim(649) == 9 and not slots.all()[1].dead
+        assert os.pread(fd, 24, 9 * 24) == struct.pack("<QQQ", 649, 0, 0)
         assert sum(slots.claim(tgid) is not None for tgid in range(1000, 1200)) == 124
         assert slots.claim(5000) is None
     os.close(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class Member:
         rank: None where it is not among the arguments of the call.
         pointer: the rank's ncclComm_t, None until it is known.
         status: what the creation returned, None while it has not.
+        next_seq: how many operations it numbered, once another communicator lies at its address.
     """
 
     proc: int
@@ -44,6 +46,7 @@ class Member:
     pointer: int | None = None
     status: int | None = None
     abandoned: bool = False
+    next_seq: int | None = None
 
 
 @dataclass
@@ -103,7 +106,11 @@ def root_address(unique_id: bytes) -> str | None:
 
 
 class Communicators:
-    """Pairs the entry and the return of each creation, and the ranks of each communicator."""
+    """Pairs the entry and the return of each creation, and the ranks of each communicator.
+
+    Attributes:
+        restart: (proc, pointer) -> the sequence number that the communicator there had come to; it begins again.
+    """
 
     def __init__(self, hooks: Hooks, overflow: Overflow) -> None:
         self.table: dict[str, Communicator] = {}
@@ -113,6 +120,7 @@ class Communicators:
         self._children: dict[tuple[int, str], int] = {}
         self._attempts: dict[tuple[bytes, int, int, int | None], int] = {}
         self._members = 0
+        self.restart: Callable[[int, int], int] = lambda proc, pointer: 0
 
     def find(self, proc: int, pointer: int) -> tuple[Communicator, Member] | None:
         """The communicator behind a process's ncclComm_t."""
@@ -223,5 +231,8 @@ class Communicators:
         comm, member = creation.communicators[0]
         member.pointer = pointer
         place = (process.proc, pointer)
+        last = self.restart(*place)
+        if place in self._by_pointer:
+            self._by_pointer[place][1].next_seq = last
         if place in self._by_pointer or not self._overflow.full("communicator pointers", len(self._by_pointer)):
             self._by_pointer[place] = (comm, member)

@@ -48,6 +48,10 @@ class Events:
         self._slots[slot] = process
         self._floor[slot * WIRE_HOOKS : (slot + 1) * WIRE_HOOKS] = 0
 
+    def restart(self, proc: int, pointer: int) -> int:
+        """Another communicator lies there now; the number that the one before had come to."""
+        return self.next_seq.pop((proc, pointer), 0)
+
     def owner(self, slot: int) -> Process | None:
         """The process that holds a slot now."""
         return self._slots[slot] if slot < WIRE_PROCS else None

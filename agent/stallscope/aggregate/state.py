@@ -119,6 +119,7 @@ class State:
         self.hooks = hooks
         self.communicators = Communicators(hooks, self.overflow)
         self.events = Events(hooks, self.overflow, self.communicators.record)
+        self.communicators.restart = self.events.restart
 
     def apply(self, frame: Frame) -> None:
         """Add one frame. After the goodbye or a bad frame nothing counts any more."""

@@ -26,7 +26,7 @@ __all__ = ["Inference"]
 MAX_THREADS = 512
 MAX_FILES = 32
 Send = Callable[[Kind, dict[str, Any]], None]
-SPIN_BUDGET_NS = 500_000_000
+SEARCH_BUDGET_NS = 1_000_000_000  # of one process: the attach waits meanwhile, and nothing is drained
 
 
 class Inference:
@@ -45,16 +45,31 @@ class Inference:
         scene = _Scene.of(target)
         if scene is None:
             return
+        end_ns = self._clock() + SEARCH_BUDGET_NS
+        threads = threads_of(target.pid)
         try:
-            threads = threads_of(target.pid)
-            running = [tid for tid in threads[:MAX_THREADS] if not self._blocked(target, scene, tid)]
-            skipped = len(threads) - MAX_THREADS
-            skipped = max(skipped, 0) + self._spinning(target, scene, running)
+            running = self._blocked_ones(target, scene, threads[:MAX_THREADS], end_ns)
+            skipped = max(len(threads) - MAX_THREADS, 0) + self._spinning(target, scene, running, end_ns)
+        except OSError as error:
+            self._note(target, f"running threads were not searched for calls that began before the attach: {error}")
+            return
         finally:
             scene.close()
         if skipped:
-            text = f"{skipped} threads were not searched for calls that began before the attach"
-            self._send(Kind.NOTE, {"at_ns": self._clock(), "proc": target.proc, "text": text})
+            self._note(target, f"{skipped} threads were not searched for calls that began before the attach")
+
+    def _note(self, target: Target, text: str) -> None:
+        self._send(Kind.NOTE, {"at_ns": self._clock(), "proc": target.proc, "text": text})
+
+    def _blocked_ones(self, target: Target, scene: _Scene, tids: list[int], end_ns: int) -> list[int]:
+        """Search them; the threads that run, and those that the budget of time did not reach."""
+        running: list[int] = []
+        for index, tid in enumerate(tids):
+            if self._clock() > end_ns:
+                return running + tids[index:]
+            if not self._blocked(target, scene, tid):
+                running.append(tid)
+        return running
 
     def _blocked(self, target: Target, scene: _Scene, tid: int) -> bool:
         """False when the thread runs."""
@@ -65,9 +80,8 @@ class Inference:
         self._ask(target, scene, tid, sp, pc, None, stack)
         return True
 
-    def _spinning(self, target: Target, scene: _Scene, tids: list[int]) -> int:
-        """How many threads the budget of time did not reach."""
-        end_ns = self._clock() + SPIN_BUDGET_NS
+    def _spinning(self, target: Target, scene: _Scene, tids: list[int], end_ns: int) -> int:
+        """How many threads the budget of time did not reach. Raises OSError when the kernel refuses to sample."""
         for index, tid in enumerate(tids):
             if self._clock() > end_ns:
                 return len(tids) - index
@@ -86,8 +100,7 @@ class Inference:
                 read=lambda ranges: read_memory(target.pid, ranges),
             )  # fmt: skip
         except ParserFailed as error:
-            text = f"the stack of thread {tid} could not be read: {error}"
-            self._send(Kind.NOTE, {"at_ns": self._clock(), "proc": target.proc, "text": text})
+            self._note(target, f"the stack of thread {tid} could not be read: {error}")
             return False
         if not frames:
             return False

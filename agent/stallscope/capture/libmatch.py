@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["match"]
+__all__ = ["WANTED", "match"]
 
 # A package may carry a copy under a hashed name (auditwheel): libcudart-4f6ac1d2.so.12. A stub (libcuda_stub.so,
 # stubs/libcuda.so) has another shape or is never mapped.
@@ -13,6 +13,9 @@ _SHAPES = (
     ("CUDA", re.compile(r"libcuda(-[0-9a-f]{6,})?\.so(\.\d+)*")),
     ("NCCL", re.compile(r"libnccl(-[0-9a-f]{6,})?\.so(\.\d+)*")),
 )
+
+# The same, coarser and on bytes: what a reader of all mappings of the system need not look at twice.
+WANTED = re.compile(rb"/lib(?:cudart|cuda|nccl)[^/]*$")
 
 
 def match(path: str) -> str | None:

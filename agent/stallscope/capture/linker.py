@@ -19,6 +19,7 @@ from stallscope.wire.hook_table import BY_NAME, HOOKS, Hook
 __all__ = ["Linker", "open_mapping"]
 
 MAX_RANGES = 4
+MAX_TRIES = 2
 FileKey = tuple[tuple[int, int], int]
 
 
@@ -54,6 +55,7 @@ class Linker:
         self._send = send
         self._clock = clock
         self._known: dict[tuple[int, int, int, int], Resolved] = {}
+        self._failed: dict[tuple[int, int, int, int], list[ParserFailed]] = {}
         self.before_link: Callable[[Target, int], None] | None = None
 
     def link_process(self, target: Target, appeared_ns: int | None) -> int:
@@ -111,12 +113,12 @@ class Linker:
         if key in target.refused:
             return False
         if key in target.linked:
-            self._moved(target, target.linked[key], mapping)
+            self._moved(target, target.linked[key], mapping, static=library is None)
             return False
         try:
             return self._link_file(target, mapping, library, key, appeared_ns)
-        except ProcessLookupError:
-            return False
+        except (ProcessLookupError, TargetProblem):
+            return False  # it has ended
         except (OSError, StallscopeError, ParserFailed) as error:
             target.refused.add(key)
             self._note(target, f"{clean(mapping.path)} is not linked: {error}")
@@ -174,12 +176,25 @@ class Linker:
         info = os.fstat(fd)
         key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
         if key not in self._known:
-            if len(self._known) >= 1024:
-                self._known.clear()
-            hooks = wanted(library)
-            answer = self._parser.symbols(fd, [hook.name for hook in hooks])
-            self._known[key] = Resolved(answer.build_id, _points(answer.symbols), answer.imported, answer.stripped)
+            for table in (self._known, self._failed):
+                if len(table) >= 1024:
+                    table.clear()
+            self._known[key] = self._ask(key, fd, library)
         return self._known[key]
+
+    def _ask(self, key: tuple[int, int, int, int], fd: int, library: str | None) -> Resolved:
+        """Ask the parser, but not for each process about a file that it refuses or that holds it up for seconds."""
+        failures = self._failed.setdefault(key, [])
+        if failures and (not failures[-1].died or len(failures) >= MAX_TRIES):
+            last = failures[-1]  # not raised itself: its traceback would grow each time
+            raise ParserFailed(last.what, last.object, last.why, died=last.died)
+        try:
+            answer = self._parser.symbols(fd, [hook.name for hook in wanted(library)])
+        except ParserFailed as failure:
+            failures.append(failure)
+            raise
+        del self._failed[key]
+        return Resolved(answer.build_id, _points(answer.symbols), sorted(answer.rejected), answer.stripped)
 
     def _add_ranges(
         self, target: Target, linked: LinkedLibrary, mapping: Mapping, points: list[Point], *, static: bool
@@ -207,12 +222,12 @@ class Linker:
             if mapping.start <= address < mapping.end:
                 linked.hooks[p.hook.id] = (address, p.size)
 
-    def _moved(self, target: Target, linked: LinkedLibrary, mapping: Mapping) -> None:
+    def _moved(self, target: Target, linked: LinkedLibrary, mapping: Mapping, *, static: bool) -> None:
         """A linked file mapped again (after exec, or twice): its links hold, its addresses are new."""
-        inside = any(mapping.start <= address < mapping.end for address, _ in linked.hooks.values())
-        if linked.library == "CUDART" and not inside and len(target.ranges) < MAX_RANGES:
-            target.ranges.append((mapping.start, mapping.end))
-            self._set_ranges(target.slot, target.ranges)
+        points = linked.resolved.points
+        if not any(mapping.start <= address < mapping.end for address, _ in linked.hooks.values()):
+            self._add_ranges(target, linked, mapping, points, static=static)
+            self._place(linked, mapping, points)
 
     def _note(self, target: Target, text: str) -> None:
         self._send(Kind.NOTE, {"at_ns": self._clock(), "proc": target.proc, "text": text})

@@ -91,12 +91,22 @@ class Population:
         for pid in pids:
             self._adopt_one(pid, None, given=True)
         if self._follow:
-            # An ancestor of ours may be given (a shell): we and our helpers are not part of its job.
-            ours = {os.getpid(), *children_of(os.getpid())}
-            for pid in pids:
-                for child in children_of(pid):
-                    if child in ours:
-                        continue
+            self._adopt_descendants(pids)
+        # Linking takes its time: only now, when no process is left whose forks nobody tells of.
+        for target in self.live():
+            # Once more: a fork that was under way while its child was found has put the kernel's slot there.
+            self._tables.procs.add(target.pid, target.slot, follow=self._follow)
+            self._linker.link_process(target, None)
+
+    def _adopt_descendants(self, pids: list[int]) -> None:
+        """Until there is no new one: a process that is not in the filter yet may fork meanwhile."""
+        # An ancestor of ours may be given (a shell): we and our helpers are not part of its job.
+        tried = {*pids, os.getpid(), *children_of(os.getpid())}
+        while new := [child for pid in pids for child in children_of(pid) if child not in tried]:
+            tried.update(new)
+            for child in new:
+                # With a slot it was forked by a process in the filter: its record is in the ring.
+                if not self._tables.slots.find(child):
                     self._adopt_one(child, self._parent_proc(child), given=False)
 
     def _parent_proc(self, pid: int) -> int | None:
@@ -128,7 +138,6 @@ class Population:
         self._announce(target)
         # The process must be in the filter before its links exist, or their first hits are a stranger's.
         self._tables.procs.add(pid, slot, follow=self._follow)
-        self._linker.link_process(target, None)
 
     def _refuse(self, facts: Facts, appeared_ns: int) -> None:
         self._send(
@@ -164,7 +173,22 @@ class Population:
         elif kind == EXIT:
             self._exited(tgid, a[0], ts_ns)
 
+    def _known_already(self, pid: int, slot: int) -> bool:
+        """Whether a forked child was found by the scan before its record came; its second slot is given back."""
+        target = self._by_pid.get(pid)
+        if target is None:
+            return False
+        if target.pidfd >= 0 and _pidfd_ended(target.pidfd):  # an earlier process of this pid: its exit was lost
+            self._exited(pid, -1, self._clock())
+            return False
+        if slot not in (0, target.slot):
+            self._tables.counters.zero(slot)
+            self._tables.slots.free(slot)
+        return True
+
     def _forked(self, parent_pid: int, pid: int, slot: int, ts_ns: int) -> None:
+        if self._known_already(pid, slot):
+            return
         parent = self._by_pid.get(parent_pid)
         if not slot or parent is None:
             self._refuse(_inherited(pid, parent_pid, parent, ts_ns), ts_ns)
@@ -192,6 +216,8 @@ class Population:
                 linked.close()
             self._reaper.close_later(*target.links())
             target.linked.clear()
+        for linked in target.linked.values():
+            linked.hooks.clear()
         target.ranges.clear()
         target.refused.clear()
         target.inferred.clear()
@@ -258,6 +284,10 @@ class Population:
                 self._sharing.forget(linked)
             self._reaper.close_later(*target.links())
             target.close()
+            if target.pid not in self._by_pid:
+                # The kernel took it out when it ended, unless it ended just before it was put in.
+                with contextlib.suppress(OSError):
+                    self._tables.procs.remove(target.pid)
             self._free_slot(target.slot)
 
     def _never_linked(self, target: Target, ended_ns: int) -> None:

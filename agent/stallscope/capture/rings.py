@@ -340,7 +340,7 @@ class Slots(_Table):
     """Who has which process slot. Programs claim them too, for forked children."""
 
     def __init__(self, fd: int) -> None:
-        super().__init__(fd, 2, lib.WIRE_PROCS)
+        super().__init__(fd, 3, lib.WIRE_PROCS)
 
     def all(self) -> list[Slot]:
         """Those in use."""
@@ -358,5 +358,5 @@ class Slots(_Table):
 
     def free(self, slot: int) -> None:
         """Give a slot back; its counters must be zero by then."""
-        self._set(slot, 1, 0)
-        self._set(slot, 0, 0)
+        for word in (2, 1, 0):
+            self._set(slot, word, 0)

@@ -16,6 +16,7 @@ from stallscope.capture.costs import Costs
 from stallscope.capture.discovery import Discovery, Lost, Mapped
 from stallscope.capture.gaps import Losses
 from stallscope.capture.inference import Inference
+from stallscope.capture.libmatch import WANTED
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import RawTracepoint, close_all
 from stallscope.capture.loader import Loaded
@@ -82,6 +83,7 @@ class Session:
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None
         self._next_slow_ns = 0
+        self._mappings_read_ns = 0
         self._poller = select.epoll()
         self.stop_reason: str | None = None
 
@@ -97,7 +99,8 @@ class Session:
                 continue
             self._tracepoints.append(RawTracepoint.attach(self._loaded.programs[program], tracepoint))
         # Discovery before the scan of the maps: what is mapped in between is seen twice rather than never.
-        self._discovery = Discovery()
+        self._discovery = Discovery(wanted=WANTED)
+        self._mappings_read_ns = self._clock()
         # Edge-triggered: only the wakeups that process events force end a pause early. Level-triggered, any record that
         # waits in the ring would, and the loop would spin as long as the target makes calls.
         self._poller.register(self.tables.life.fileno(), select.EPOLLIN | select.EPOLLET)
@@ -105,7 +108,7 @@ class Session:
         self.population.adopt(self.settings.pids)
         for target in self.population.live():
             self._inference.search(target)
-        self._slow(self._clock())
+        self._slow(self._clock(), told=False)
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Loop until `stopping()`, the duration is over, every target has ended, or the aggregator is gone."""
@@ -127,24 +130,29 @@ class Session:
     def look(self) -> None:
         """One look at everything that may have news."""
         now = self._clock()
+        mark = self.tables.newest() if now >= self._next_slow_ns else None
         self.outbox.flush()
         self._pump()
         self._read_mappings()
         self._losses.poll(now)
         self.population.bury()
-        if now >= self._next_slow_ns:
-            self._slow(now)
+        if mark is not None:
+            self._slow(now, told=self.tables.read_up_to(mark))
 
-    def _slow(self, now: int) -> None:
+    def _slow(self, now: int, *, told: bool) -> None:
+        """`told`: whether every record made before `now` has been sent: only then may a tick say so."""
         self._next_slow_ns = now + SLOW_PERIOD_NS
         self.population.check()
+        if not self.outbox.bulk_ok:
+            return  # a stalled aggregator: all of this comes again, and the queue must not grow without end
         for target in self.population.live():
             self._inference.check(target)
             self._send_counts(target, now)
         self._send_inflight(now, final=False)
         self._losses.report(now)
         self.outbox.send(Kind.COST, self._costs.measure(now))
-        self.outbox.send(Kind.TICK, {"at_ns": now})
+        if told:
+            self.outbox.send(Kind.TICK, {"at_ns": now})
 
     def _pump(self, *, force: bool = False) -> None:
         """Take what the rings hold, at most ROUNDS batches; with `force` all of it, however full the queue is."""
@@ -177,20 +185,21 @@ class Session:
     def _read_mappings(self) -> None:
         if self._discovery is None:
             return
+        since, self._mappings_read_ns = self._mappings_read_ns, self._clock()
         for event in self._discovery.read():
             if isinstance(event, Mapped):
                 target = self.population.by_pid(event.pid)
                 if target is not None:
                     self._link_mapped(target, event)
             elif isinstance(event, Lost):
-                self._look_again(event)
+                self._look_again(event, since)
 
-    def _look_again(self, event: Lost) -> None:
+    def _look_again(self, event: Lost, since_ns: int) -> None:
         """The kernel had more news of mappings than fitted: look at every process instead."""
         text = f"{event.missing} mapping records were lost; every process was looked at again"
         self.outbox.send(Kind.NOTE, {"at_ns": self._clock(), "proc": None, "text": text})
         for target in self.population.live():
-            self._linker.link_process(target, event.at_ns)
+            self._linker.link_process(target, since_ns)  # what is new may be as old as the last read
 
     def _link_mapped(self, target: Target, event: Mapped) -> None:
         mapping = Mapping(event.address, event.address + event.length, event.pgoff, event.dev, event.inode, event.path)

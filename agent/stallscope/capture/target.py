@@ -23,7 +23,7 @@ class Point(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """What the parser said about a file."""
+    """What the parser said about a file; `missing`: functions it defines where no probe can stand."""
 
     build_id: str | None
     points: list[Point]

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import platform
+import resource
 import signal
 import socket
 import subprocess
@@ -118,7 +119,7 @@ class Attach:
         self.args = args
         self.who = who
         self._on_attached = on_attached
-        self._stop = False
+        self._attached = self._stop = False
 
     def _signal(self, _number: int, _frame: object) -> None:
         self._stop = True
@@ -133,17 +134,22 @@ class Attach:
         signal.signal(signal.SIGINT, self._signal)
         signal.signal(signal.SIGTERM, self._signal)
         _go_first()
+        _allow_files()
         record_fd = self._open_output()
         aggregator = Aggregator(self.who, record_fd, self.args.json)
         if record_fd is not None:
             os.close(record_fd)
         try:
             problem = self._capture(aggregator)
-        except BaseException:
-            aggregator.process.terminate()
+        except BaseException as error:
             aggregator.socket.close()
-            aggregator.process.kill()
+            if not self._attached:
+                aggregator.process.kill()  # nothing to report
             aggregator.wait()
+            if isinstance(error, OSError):
+                raise CaptureProblem(
+                    "the capture ended early", why=str(error), hint="what it saw before is reported; run it again"
+                ) from error
             raise
         code = aggregator.wait()
         if problem is not None:
@@ -181,6 +187,7 @@ class Attach:
                 if self._stop:
                     raise KeyboardInterrupt
                 session.start()
+                self._attached = True
                 self._say_attached(session, settings)
                 if self._on_attached is not None:
                     self._on_attached()
@@ -222,6 +229,13 @@ def _go_first() -> None:
     """Ask for the processor before others: what is read too late is lost, and it is little work. Needs CAP_SYS_NICE."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
+
+
+def _allow_files() -> None:
+    """A process with three libraries takes 13 descriptors: the usual limit of 1024 would end at 75 processes."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _require_process(pid: int) -> None:

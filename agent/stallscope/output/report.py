@@ -166,14 +166,16 @@ def _communicator(state: State, comm: Communicator) -> Row:
 
 
 def _member(state: State, member: Any) -> Row:
-    at = (member.proc, member.pointer)
+    numbered = member.next_seq
+    if numbered is None and member.pointer:
+        numbered = state.events.next_seq.get((member.proc, member.pointer), 0)
     return {
         "proc": member.proc,
         "pid": member.pid,
         "rank": member.rank,
         "global_rank": None,
         "device": member.device,
-        "next_seq": state.events.next_seq.get(at, 0) if member.pointer else None,
+        "next_seq": numbered,
         "status": member.status,
         "abandoned": member.abandoned,
     }

@@ -1,0 +1,158 @@
+"""Who is traced, when processes fork and end at bad moments. Tables, linker and /proc are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stallscope.capture import population as module
+from stallscope.capture.population import Population
+from stallscope.capture.procfs import Facts
+from stallscope.wire.frames import Kind
+
+FORK = 4
+
+
+class Slots:
+    """The slot table in a dict; programs claim too."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, int] = {}
+
+    def claim(self, tgid: int) -> int | None:
+        slot = next(s for s in range(1, 128) if s not in self.owners)
+        self.owners[slot] = tgid
+        return slot
+
+    def find(self, tgid: int) -> int | None:
+        return next((s for s, owner in self.owners.items() if owner == tgid), None)
+
+    def free(self, slot: int) -> None:
+        del self.owners[slot]
+
+
+class World:
+    """A process tree, the kernel's side of the filter, and a population that looks at them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.children: dict[int, list[int]] = {}
+        self.filter: dict[int, int] = {}
+        self.slots = Slots()
+        self.linked: list[int] = []
+        self.frames: list[tuple[Kind, dict[str, Any]]] = []
+        self.records: list[bytes] = []
+        self.on_link: dict[int, tuple[int, int]] = {}
+        tables = SimpleNamespace(
+            slots=self.slots,
+            procs=SimpleNamespace(add=lambda pid, slot, follow: self.filter.__setitem__(pid, slot)),
+            counters=SimpleNamespace(zero=lambda slot: None),
+            ranges=SimpleNamespace(set=lambda slot, ranges: None),
+        )
+        linker = SimpleNamespace(
+            link_process=self._link, link_forked=lambda child, parent: self.linked.append(child.pid),
+            announce=lambda target, at: None, before_link=None,
+        )  # fmt: skip
+        sharing, reaper = (
+            SimpleNamespace(forget=lambda linked: None),
+            SimpleNamespace(close_later=lambda entries, returns: None),
+        )
+        monkeypatch.setattr(module, "children_of", self._descendants)
+        monkeypatch.setattr(module, "facts_of", self._facts)
+        monkeypatch.setattr(module.os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))
+        monkeypatch.setattr(module, "_pidfd_ended", lambda fd: False)
+        send = lambda kind, body: self.frames.append((kind, body))  # noqa: E731
+        self.population = Population(tables, linker, sharing, reaper, send, lambda: 5, follow=True)  # type: ignore[arg-type]
+
+    def _descendants(self, pid: int) -> list[int]:
+        direct = self.children.get(pid, [])
+        return [*direct, *(g for child in direct for g in self._descendants(child))]
+
+    def _facts(self, pid: int) -> Facts:
+        parent = next((p for p, kids in self.children.items() if pid in kids), 1)
+        return Facts(pid, pid, parent, f"p{pid}", ["p"], None, 0, 0)
+
+    def _link(self, target: Any, appeared_ns: int | None) -> int:
+        """Linking takes time: a process may fork meanwhile."""
+        if target.pid not in self.linked:
+            self.linked.append(target.pid)
+        if target.pid in self.on_link:
+            self.fork(*self.on_link.pop(target.pid))
+        return 0
+
+    def fork(self, parent: int, child: int) -> None:
+        """What the kernel does; on_fork of probes/life.h where the parent is in the filter."""
+        self.children.setdefault(parent, []).append(child)
+        if parent in self.filter:
+            slot = self.slots.claim(child)
+            assert slot
+            self.filter[child] = slot
+            self.records.append(struct.pack("<QQIIHBBHBBIi8Q", 7, 0, parent, parent, 0, FORK, 0, 0, 0, 0, 0, 0,
+                                            child, slot, *[0] * 6))  # fmt: skip
+
+    def deliver(self) -> None:
+        """The vital ring is drained."""
+        for record in self.records:
+            self.population.event(record)
+
+    def seen(self) -> list[int]:
+        """Pids of all processes that were announced."""
+        return [body["pid"] for kind, body in self.frames if kind == Kind.PROCESS]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(monkeypatch)
+    yield made
+    for target in made.population.live():
+        target.close()
+
+
+def test_child_forked_during_the_attach_is_one_process(world: World) -> None:
+    """It is in /proc and in the ring: linked twice, each of its calls would count twice."""
+    world.on_link[10] = (10, 11)
+    world.population.adopt([10])
+    world.deliver()
+    assert world.seen() == [10, 11]
+    assert world.slots.owners[world.filter[11]] == 11
+    assert len(world.slots.owners) == 2
+
+
+def test_grandchild_forked_while_others_are_linked_is_not_missed(world: World) -> None:
+    """Its parent was there before the attach: were it not in the filter by then, nobody would tell of the fork."""
+    world.children = {10: [11, 12]}
+    world.on_link[11] = (12, 13)
+    world.population.adopt([10])
+    world.deliver()
+    assert sorted(world.seen()) == [10, 11, 12, 13]
+
+
+def test_fork_under_way_while_its_child_is_found(world: World) -> None:
+    """The child stands in /proc a moment before the tracepoint of its fork: two slots, one process."""
+    world.children = {10: [11]}
+    adopt_one = world.population._adopt_one
+
+    def then_tracepoint(pid: int, parent: int | None, *, given: bool) -> None:
+        adopt_one(pid, parent, given=given)
+        if pid == 11:
+            world.children[10].remove(11)
+            world.fork(10, 11)
+
+    world.population._adopt_one = then_tracepoint  # type: ignore[method-assign]
+    world.population.adopt([10])
+    target = world.population.by_pid(11)
+    assert target and world.filter[11] == target.slot
+    world.deliver()
+    assert world.seen() == [10, 11]
+    assert sorted(world.slots.owners.values()) == [10, 11]
+
+
+def test_the_test_sees_the_real_record() -> None:
+    """The record of this test has the size that native/wire.h says."""
+    assert struct.calcsize("<QQIIHBBHBBIi8Q") == 104
+    assert "sizeof(struct wire_rec) == 104" in Path(__file__).resolve().parents[2].joinpath("native/wire.h").read_text()
