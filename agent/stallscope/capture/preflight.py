@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stallscope.capture.object_loader import MapSpec, create_map
+from stallscope.capture.procfs import live_path
 from stallscope.capture.rights import (
     CONTAINER_HINT,
     capability_held,
@@ -196,7 +197,7 @@ def target_checks(pid: int) -> list[Check]:
 def _readable(pid: int, name: str, lose: str) -> Check:
     path = f"/proc/{pid}/{name}"
     try:
-        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        os.close(os.open(f"{live_path(pid)}/{name}", os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         return _line(path, False, error.strerror or "", lose, "run as root, or grant CAP_SYS_PTRACE")
     return Check(path, "ok", "readable")

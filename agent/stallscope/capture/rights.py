@@ -267,8 +267,12 @@ def require_traceable(pid: int, what: str) -> None:
         raise TargetProblem(
             f"{what} ({name.partition('(')[2]})", why="it is a kernel thread: no program runs in it", hint=_LIST
         )
-    if fields and fields[0] in "ZX":
-        raise TargetProblem(what, why="the process has ended (its parent has not noticed yet)", hint=_LIST)
+    try:
+        live_path(pid)
+    except ProcessLookupError as error:
+        raise TargetProblem(what, why="the process has ended (its parent has not noticed yet)", hint=_LIST) from error
+    except OSError:
+        return  # whoever needs more than to know that it is there will say what is wrong
 
 
 def _unreadable(pid: int, what: str) -> StallscopeError | None:
