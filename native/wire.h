@@ -23,6 +23,8 @@
 #define WIRE_RANGES 4      /* address ranges of probed runtimes in one process */
 #define WIRE_UID_BYTES 128 /* ncclUniqueId */
 #define WIRE_COMMS 4096    /* communicators with a sequence number */
+#define WIRE_FILES 32      /* file numbers in cookies */
+#define WIRE_NO_FILE 31    /* number of files beyond the 31st */
 
 enum wire_kind {
   WIRE_CALL = 0,      /* entry of a hook without return probe: dur_ns is unknown */
@@ -84,6 +86,7 @@ enum wire_cookie_flag {
   WIRE_HOOK_CONFIG = 4,      /* argument 0 points to a launch config: grid, block, smem, stream come from it */
   WIRE_HOOK_DRIVER = 8,      /* nested when it returns into a probed runtime */
   WIRE_HOOK_UID_VALUE = 16,  /* a unique id passed by value stands in the first 128 bytes of stack arguments */
+  WIRE_HOOK_RUNTIME = 128,   /* of the CUDA runtime: tells where the runtime lies */
   WIRE_HOOK_SHARED = 64,     /* the link is not filtered by process */
   WIRE_HOOK_UID_RETURN = 32, /* the unique id behind argument uid exists at the return, not at the entry */
 };
@@ -154,6 +157,11 @@ struct wire_slot {
   uint64_t tgid; /* 0 = free */
   uint64_t dead; /* 1: ended; user space harvests, zeroes and frees */
   uint64_t rows; /* threads of it that hold a row */
+};
+
+/* How far the runtime's text reaches around a probe point: with the address of a hit, its range in that process. */
+struct wire_span {
+  uint64_t before, after; /* bytes; after 0 = not known */
 };
 
 struct wire_ranges {

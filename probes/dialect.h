@@ -83,6 +83,7 @@ typedef struct bpf_raw_tracepoint_args raw_ctx;
 #define REG4(c) ((c)->r8)
 #define REG5(c) ((c)->r9)
 #define RETURN_VALUE(c) ((c)->ax)
+#define ENTRY_IP(c) ((c)->ip)
 #define ENTRY_SP(c) ((c)->sp - 8) /* at the return the return address has been popped */
 #else
 #define REG0(c) ((c)->regs[0])
@@ -92,5 +93,6 @@ typedef struct bpf_raw_tracepoint_args raw_ctx;
 #define REG4(c) ((c)->regs[4])
 #define REG5(c) ((c)->regs[5])
 #define RETURN_VALUE(c) ((c)->regs[0])
+#define ENTRY_IP(c) ((c)->pc)
 #define ENTRY_SP(c) ((c)->sp)
 #endif

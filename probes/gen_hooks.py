@@ -20,7 +20,7 @@ FAMILIES = {
 }  # fmt: skip
 NCCL_KINDS = ("collective", "p2p", "group", "comm")
 REGISTERS = 6
-SEQ, VITAL, CONFIG, DRIVER, UID_VALUE, UID_RETURN = 1, 2, 4, 8, 16, 32
+SEQ, VITAL, CONFIG, DRIVER, UID_VALUE, UID_RETURN, RUNTIME = 1, 2, 4, 8, 16, 32, 128
 
 
 def slots(words: list[str]) -> dict[str, int]:
@@ -56,6 +56,8 @@ def cookie(hook: int, library: str, kind: str, time_id: int, arguments: str) -> 
         flags |= CONFIG
     if library == "CUDA":
         flags |= DRIVER
+    if library == "CUDART":
+        flags |= RUNTIME
     if "uid[128]" in words:
         flags |= UID_VALUE
     if "*uid_out" in words:

@@ -65,6 +65,12 @@ ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
       hold_row(slot, -1);
     }
   }
+  slot = *s & PROC_SLOT;
+  struct wire_ranges *places = ranges.lookup(&slot);
+  if (places) {
+#pragma unroll
+    for (int j = 0; j < WIRE_RANGES; j++) places->to[j] = 0;
+  }
   tell_life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, moved);
   return 0;
 }

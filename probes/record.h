@@ -56,6 +56,18 @@ INL void take_config(struct hit *h) {
   h->a[7] = w[4];
 }
 
+/* The runtime's place in a process is known from its first call on: user space learns of a new image only later, and
+ * until then the driver's part of each call would count as a call of its own. */
+INL void learn_range(u32 slot, u64 cookie, u64 ip) {
+  struct wire_ranges *r = ranges.lookup(&slot);
+  if (!r || r->to[0]) return;
+  u32 i = FILE_OF(cookie) * WIRE_HOOKS + HOOK_OF(cookie);
+  struct wire_span *s = spans.lookup(&i);
+  if (!s || !s->after) return;
+  r->from[0] = ip - s->before;
+  r->to[0] = ip + s->after;
+}
+
 /* A driver call that returns into a probed runtime belongs to the runtime's call. */
 INL int returns_into_runtime(u32 slot, u64 back) {
   struct wire_ranges *r = ranges.lookup(&slot);

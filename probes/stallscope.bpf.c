@@ -25,6 +25,7 @@ INL int do_launch(struct pt_regs *ctx, u64 cookie) {
   if (!h.id) return 0;
   struct wire_row *r = row_of(h.id, 1, &h.slot);
   if (!h.slot || !is_mine(r, cookie)) return 0;
+  if (FLAGS_OF(cookie) & WIRE_HOOK_RUNTIME) learn_range(h.slot, cookie, ENTRY_IP(ctx));
   if (r) r->calls++;
   struct wire_count *c = count_of(h.slot, HOOK_OF(cookie));
   if (!c) return 0;
@@ -114,6 +115,7 @@ INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
   if (!h.id) return 0;
   struct wire_row *r = row_of(h.id, 1, &h.slot);
   if (!h.slot || !is_mine(r, cookie)) return 0;
+  if (FLAGS_OF(cookie) & WIRE_HOOK_RUNTIME) learn_range(h.slot, cookie, ENTRY_IP(ctx));
   struct wire_count *c = count_of(h.slot, HOOK_OF(cookie));
   if (!c) return 0;
   h.n = __sync_fetch_and_add(&c->calls, 1);

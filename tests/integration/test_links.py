@@ -202,7 +202,7 @@ def test_both_backends_load_the_same(loaded: Loaded) -> None:
         "on_exit",
     }
     assert set(loaded.maps) == {
-        "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life"
+        "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life", "spans"
     }  # fmt: skip
     watched = {f"on_{x}": f"sched_process_{x}" for x in ("fork", "exec", "exit")}
     assert loaded.tracepoints == watched | {"who_am_i": "sys_enter"}

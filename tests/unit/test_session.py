@@ -21,15 +21,18 @@ def session(**parts: Any) -> Session:
 def test_lost_mappings_are_looked_for() -> None:
     """The perf ring was full: a library may be mapped that no record tells of."""
     looked: list[tuple[str, int]] = []
+    told: list[str] = []
     made = session(
         _discovery=SimpleNamespace(read=lambda: [Lost(0, 0, 9, 1, 17)]),
         _clock=lambda: 1000,
         _mappings_read_ns=400,
         population=SimpleNamespace(live=lambda: ["one", "two"]),
+        outbox=SimpleNamespace(send=lambda kind, body: told.append(body["text"])),
         _linker=SimpleNamespace(link_process=lambda target, since: looked.append((target, since))),
     )
     made._read_mappings()
     assert looked == [("one", 400), ("two", 400)]
+    assert told == ["17 mapping records were lost; every process was looked at again"]
     made._discovery = SimpleNamespace(read=lambda: [Mapped(1, 1, 9, 0, 1, 0, (0, 0), 5, "/x")])  # type: ignore[assignment]
     made.population.by_pid = lambda pid: None  # type: ignore[method-assign]
     made._read_mappings()

@@ -79,7 +79,9 @@ class Linker:
         `announce` tells it afterwards.
         """
         for key, theirs in parent.linked.items():
-            linked = LinkedLibrary(theirs.library, theirs.path, dict(theirs.hooks), resolved=theirs.resolved, fd=-1)
+            linked = LinkedLibrary(
+                theirs.library, theirs.path, dict(theirs.hooks), resolved=theirs.resolved, text=theirs.text
+            )
             try:
                 linked.fd = os.dup(theirs.fd)
                 self._sharing.link(target, linked)
@@ -208,6 +210,7 @@ class Linker:
             places = [p.symbol_offset for p in points if p.hook.library == "CUDART"]
             ends = [p.symbol_offset + p.size for p in points if p.hook.library == "CUDART"]
             start, end = (mapping.start - mapping.offset + x for x in (min(places), max(ends)))
+        linked.text = (start - mapping.start + mapping.offset, end - mapping.start + mapping.offset)
         if len(target.ranges) >= MAX_RANGES:
             self._note(
                 target, f"more than {MAX_RANGES} runtimes: driver calls from {linked.path} count as calls of their own"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from stallscope.capture._drain import ffi, lib
 
 __all__ = ["Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
-           "SlotCounters", "Slots", "Thread"]  # fmt: skip
+           "SlotCounters", "Slots", "Spans", "Thread"]  # fmt: skip
 
 REC_BYTES, UID_BYTES = 104, 232
 MAX_UIDS = 1024
@@ -326,6 +326,19 @@ class Ranges(_Table):
         n = lib.WIRE_RANGES
         pairs = [(self._get(slot, i), self._get(slot, n + i)) for i in range(n)]
         return [pair for pair in pairs if pair[0] < pair[1]]
+
+
+class Spans(_Table):
+    """How far the runtime's text reaches around its probe points, by file number and hook."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, 2, lib.WIRE_FILES * lib.WIRE_HOOKS)
+
+    def set(self, file: int, hook: int, before: int, after: int) -> None:
+        """Bytes before and after the probe point. Raises OSError outside the table."""
+        row = file * lib.WIRE_HOOKS + hook
+        self._set(row, 0, before)
+        self._set(row, 1, after)
 
 
 class Slot(NamedTuple):

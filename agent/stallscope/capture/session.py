@@ -72,7 +72,14 @@ class Session:
         self._clock = time.monotonic_ns
         self.tables = Tables(loaded.maps, settings)
         reaper = Reaper()
-        sharing = Sharing(loaded.programs, self.tables.share, reaper.close_later, self._clock, settings.links_per_file)
+        sharing = Sharing(
+            loaded.programs,
+            self.tables.share,
+            reaper.close_later,
+            self.tables.spans.set,
+            self._clock,
+            settings.links_per_file,
+        )
         self._linker = Linker(sharing, parser, self.tables.ranges.set, outbox.send, self._clock)
         self.population = Population(
             self.tables, self._linker, sharing, reaper, outbox.send, self._clock, follow=settings.children

@@ -47,6 +47,7 @@ class Sharing:
     Args:
         programs: BPF program name → descriptor.
         set_shared: tells BPF that the unfiltered links of a file number count from now on.
+        set_span: (file number, hook, bytes before, bytes after) tells BPF how far the runtime reaches.
         clock: CLOCK_MONOTONIC in ns.
         close_later: takes (entry links, return links) that are no longer needed.
         limit: filtered links a file before the unfiltered ones take over.
@@ -57,10 +58,12 @@ class Sharing:
         programs: dict[str, int],
         set_shared: Callable[[int], None],
         close_later: Callable[[list[Any], list[Any]], None],
+        set_span: Callable[[int, int, int, int], None],
         clock: Callable[[], int],
         limit: int = LINKS_PER_FILE,
     ) -> None:
         self._clock = clock
+        self._set_span = set_span
         self._programs = programs
         self._set_shared = set_shared
         self._close_later = close_later
@@ -101,7 +104,16 @@ class Sharing:
         if key not in self._files:
             # A number is not used twice: threads remember which files' unfiltered links count for them.
             self._files[key] = _File(min(len(self._files), NO_FILE))
+            self._tell_spans(self._files[key].number, linked)
         return self._files[key]
+
+    def _tell_spans(self, number: int, linked: LinkedLibrary) -> None:
+        if linked.text is None or number == NO_FILE:
+            return
+        start, end = linked.text
+        for p in linked.resolved.points:
+            if p.hook.library == "CUDART":
+                self._set_span(number, p.hook.id, p.probe_offset - start, end - p.probe_offset)
 
     def _take_over(self, target: Target, file: _File, linked: LinkedLibrary) -> None:
         """Unfiltered links first, then the switch, then the filtered ones go: no hit is lost or counted twice."""

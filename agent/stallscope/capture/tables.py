@@ -11,7 +11,7 @@ from stallscope.capture.blocked import read_memory
 from stallscope.capture.bpfmaps import ProcsMap
 from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.procfs import probe_area
-from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots
+from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import HOOKS
 
@@ -58,6 +58,7 @@ class Tables:
         self.ctl = Ctl(maps["ctl"])
         self.conf = Conf(maps["conf"])
         self.ranges = Ranges(maps["ranges"])
+        self.spans = Spans(maps["spans"])
         self.slots = Slots(maps["slots"])
         self.procs = ProcsMap(maps["procs"])
         self._set_up(settings)
@@ -133,15 +134,8 @@ class Tables:
 
     def close(self) -> None:
         """Unmap everything."""
-        for view in (
-            self.vital,
-            self.bulk,
-            self.life,
-            self.rows,
-            self.counters,
-            self.ctl,
-            self.conf,
-            self.ranges,
-            self.slots,
-        ):
+        for ring in (self.vital, self.bulk, self.life):
+            ring.close()
+        views = (self.rows, self.counters, self.ctl, self.conf, self.ranges, self.spans, self.slots)
+        for view in views:
             view.close()

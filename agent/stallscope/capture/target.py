@@ -37,6 +37,7 @@ class LinkedLibrary:
 
     Attributes:
         shared: the file's unfiltered links do it, since `shared_since_ns`; there are none of this process alone.
+        text: where the runtime's code lies in the file (offsets), None for other libraries.
         fd: the file itself, so that a forked child can be linked without another look-up.
         hooks: hook id -> (absolute address of the function, its size in bytes), for the stack search.
         entries, returns: link objects, closed entries first.
@@ -52,6 +53,7 @@ class LinkedLibrary:
     at_ns: int = 0
     shared: bool = False
     shared_since_ns: int = 0
+    text: tuple[int, int] | None = None
 
     def close(self) -> None:
         """Let the file go; links are closed by who detaches them."""
