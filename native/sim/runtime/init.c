@@ -88,6 +88,11 @@ static const struct driver_table *reach_driver(void) {
   return fill_exported(library) ? exported_table : NULL;
 }
 
+/* For libraries above the runtime that must use the same driver: the copy that is inside, when that is the way. */
+EXPORT const struct driver_table *stallscope_sim_inside_table(void) {
+  return sim_inner_table;
+}
+
 /* The driver registers its fork handlers first, so that ours, which run in reverse, lock before its do. */
 static void find_driver(void) {
   tables = reach_driver();
