@@ -68,7 +68,7 @@ class Nccl:
 
     def __init__(self) -> None:
         self.cuda = ctypes.CDLL(str(SIM / "libcudart.so.12"))
-        self.lib = ctypes.CDLL(str(SIM / "libnccl.so.2"))
+        self.lib = ctypes.CDLL(str(SIM / os.environ.get("NCCL_KIT_LIBRARY", "libnccl.so.2")))
         self.stream = self.new_stream()
 
     def new_stream(self) -> ctypes.c_void_p:

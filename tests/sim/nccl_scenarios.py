@@ -242,6 +242,20 @@ def struct_fields(nccl: Nccl) -> dict[str, Any]:
     return here | {name: number(offset, ctypes.c_uint64) for name, offset in longs.items()}
 
 
+def newer_exchanges(nccl: Nccl) -> list[list[int]]:
+    """AlltoAll, then Gather to and Scatter from the last rank, of numbers that tell where they come from."""
+    size, rank, one = comm().ranks, comm().rank, ctypes.c_size_t(1)
+    send, recv = nccl.array(size, INT32), nccl.array(size, INT32)
+    results = []
+    for name, root in (("ncclAlltoAll", ()), ("ncclGather", (size - 1,)), ("ncclScatter", (size - 1,))):
+        send[:], recv[:] = [10 * rank + peer for peer in range(size)], -1
+        comm().call(name, send, recv, one, INT32, *root)
+        nccl.synchronize()
+        results.append([int(value) for value in recv])
+    assert nccl.lib.ncclCommGrow(comm().handle) == 5
+    return results
+
+
 def host_blocked_calls(nccl: Nccl, limit: int) -> int:
     """How many calls return before the queue is full."""
     done = 0

@@ -437,6 +437,16 @@ def test_nothing_to_do_is_no_barrier(nccl: Nccl, eight: list[Rank]) -> None:
     tell(eight[:2], do.destroy)
 
 
+def test_the_newer_library_exchanges(nccl: Nccl) -> None:
+    with ranks(3, NCCL_KIT_LIBRARY="newer/libnccl.so.2") as pool:
+        joined(nccl, pool)
+        assert tell(pool, do.newer_exchanges) == [
+            [[0, 10, 20], [-1, -1, -1], [20, -1, -1]],
+            [[1, 11, 21], [-1, -1, -1], [21, -1, -1]],
+            [[2, 12, 22], [0, 10, 20], [22, -1, -1]],
+        ]
+
+
 # faults by plan
 
 

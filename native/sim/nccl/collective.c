@@ -58,7 +58,6 @@ static bool reduce(const struct operation *op, size_t bytes) {
 static bool reduce_scatter(const struct operation *op, size_t bytes) {
   struct room *room = room_of(op);
   size_t part = room->chunk / (size_t)room->ranks / ALIGNMENT * ALIGNMENT, element = sim_type_bytes(op->type);
-  if (part == 0) part = element;
   for (size_t at = 0; at < bytes; at += part) {
     size_t length = smaller(part, bytes - at);
     for (size_t rank = 0; rank < (size_t)room->ranks; rank++) put(op, rank * part, rank * op->bytes + at, length);

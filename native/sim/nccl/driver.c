@@ -18,17 +18,20 @@ static void *loaded_runtime(void) {
   return runtime ? runtime : dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD);
 }
 
-/* The one in use, else the one beside this library, else whatever the loader finds. */
-static void *libcuda(void) {
+static void *beside(const char *where) {
   Dl_info self;
   char path[4096];
+  const char *slash = dladdr((void *)beside, &self) && self.dli_fname ? strrchr(self.dli_fname, '/') : NULL;
+  if (!slash) return NULL;
+  snprintf(path, sizeof(path), "%.*s/%slibcuda.so.1", (int)(slash - self.dli_fname), self.dli_fname, where);
+  return dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+}
+
+/* The one in use, else the one beside this library or above it, else whatever the loader finds. */
+static void *libcuda(void) {
   void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (library) return library;
-  const char *slash = dladdr((void *)libcuda, &self) && self.dli_fname ? strrchr(self.dli_fname, '/') : NULL;
-  if (slash) {
-    snprintf(path, sizeof(path), "%.*s/libcuda.so.1", (int)(slash - self.dli_fname), self.dli_fname);
-    library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
-  }
+  if (!library) library = beside("");
+  if (!library) library = beside("../");
   return library ? library : dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
 }
 

@@ -104,9 +104,17 @@ static void for_each_comm(const struct operation *operations, size_t count, void
   for (size_t i = 0; i < count; i++) visit(operations[i].comm);
 }
 
+/* Behind sim_enter: an abort that comes later waits for this thread. */
+static ncclResult_t check_all(const struct operation *operations, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    if (sim_aborted(operations[i].comm)) return sim_fail(NULL, ncclInternalError, "the communicator was aborted");
+  return ncclSuccess;
+}
+
 static ncclResult_t launch_all(struct operation *operations, size_t count) {
   for_each_comm(operations, count, sim_enter);
-  ncclResult_t result = sim_p2p_connect(operations, count);
+  ncclResult_t result = check_all(operations, count);
+  if (!result) result = sim_p2p_connect(operations, count);
   for (size_t at = 0, own; at < count && !result; at += own) {
     own = gather(operations + at, count - at);
     result = sim_plan_launch(operations[at].comm, operations + at, own);

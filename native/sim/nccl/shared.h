@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 enum {
-  MAX_RANKS = 1024,
+  MAX_RANKS = 256,
   RING_SLOTS = 4,
   LARGE_STEP = 32 << 10,
   SMALL_STEP = 4 << 10, /* of more than MANY_RANKS ranks */
