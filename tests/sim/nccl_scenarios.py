@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from nccl_kit import FLOAT32, INT32, Comm, Config, Nccl
+from nccl_kit import FLOAT32, INT32, Comm, Config, Nccl, UniqueId
 
 KEPT: dict[str, Any] = {}
 
@@ -240,6 +240,30 @@ def struct_fields(nccl: Nccl) -> dict[str, Any]:
     longs = {"start": 0, "magic": 0x1044A8, "hash": 0x1044B0, "opCount": 0x1045C0, "end": 0x107C00 - 8}
     here |= {name: number(offset, ctypes.c_int) for name, offset in ints.items()}
     return here | {name: number(offset, ctypes.c_uint64) for name, offset in longs.items()}
+
+
+def aborted_by_another_thread(nccl: Nccl, call: str, uid: bytes) -> tuple[bool, int]:
+    """Whether the call was blocked until the abort, and what it returned; it lacks a rank."""
+    one = Comm(nccl, ctypes.c_void_p(), 2, 0) if call == "init" else comm()
+    child, data = ctypes.c_void_p(), nccl.array(4, INT32)
+    began, blocked_s = time.monotonic(), 0.15
+
+    def abort_later() -> None:
+        time.sleep(blocked_s)
+        one.abort()
+
+    thread = threading.Thread(target=abort_later)
+    thread.start()
+    if call == "init":
+        result = nccl.lib.ncclCommInitRank(ctypes.byref(one.handle), 2, UniqueId.from_buffer_copy(uid), 0)
+    elif call == "split":
+        result = nccl.lib.ncclCommSplit(one.handle, 0, 0, ctypes.byref(child), None)
+        assert child.value is None
+    else:
+        result = one.try_call("ncclSend", data, ctypes.c_size_t(4), INT32, 1)
+    blocked = time.monotonic() - began >= blocked_s
+    thread.join()
+    return blocked, result
 
 
 def newer_exchanges(nccl: Nccl) -> list[list[int]]:

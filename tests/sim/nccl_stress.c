@@ -14,7 +14,7 @@
 enum { RANKS = 4, COUNT = 3000 };
 
 static int rounds;
-static ncclUniqueId *ids; /* two a round, and one for the abort */
+static ncclUniqueId *ids; /* two a round, and two for the aborts */
 
 #define OK(call)                                                                                                       \
   do {                                                                                                                 \
@@ -88,6 +88,26 @@ static void abort_blocked(const struct rank *own) {
   OK(cudaStreamSynchronize(own->stream));
 }
 
+static void *abort_later(void *comm) {
+  usleep(20000);
+  OK(ncclCommAbort(comm));
+  return NULL;
+}
+
+/* The first rank waits on the host for a peer that never receives, until another thread aborts. */
+static void abort_from_beside(const struct rank *own) {
+  ncclComm_t comm;
+  pthread_t beside;
+  OK(ncclCommInitRank(&comm, RANKS, ids[2 * rounds + 1], own->rank));
+  if (own->rank) {
+    OK(ncclCommAbort(comm));
+    return;
+  }
+  pthread_create(&beside, NULL, abort_later, comm);
+  if (ncclSend(own->data, COUNT, ncclInt32, 1, comm, own->stream) != ncclInternalError) abort();
+  pthread_join(beside, NULL);
+}
+
 static void *work(void *argument) {
   struct rank *own = argument;
   OK(cudaSetDevice(own->rank % 2));
@@ -106,6 +126,7 @@ static void *work(void *argument) {
     in_the_back(own, ids[2 * i + 1]);
   }
   abort_blocked(own);
+  abort_from_beside(own);
   OK(cudaFree(own->data));
   OK(cudaFree(own->other));
   OK(cudaFree(own->third));
@@ -117,8 +138,8 @@ int main(int argc, char **argv) {
   pthread_t threads[RANKS];
   struct rank ranks[RANKS] = {0};
   rounds = argc > 1 ? atoi(argv[1]) : 20;
-  ids = calloc((size_t)(2 * rounds + 1), sizeof(*ids));
-  for (int i = 0; i <= 2 * rounds; i++) OK(ncclGetUniqueId(&ids[i]));
+  ids = calloc((size_t)(2 * rounds + 2), sizeof(*ids));
+  for (int i = 0; i < 2 * rounds + 2; i++) OK(ncclGetUniqueId(&ids[i]));
   for (int i = 0; i < RANKS; i++) {
     ranks[i].rank = i;
     pthread_create(&threads[i], NULL, work, &ranks[i]);

@@ -289,6 +289,13 @@ def test_a_missing_rank_blocks_a_split_on_the_host(nccl: Nccl) -> None:
         assert [rank.result(SOON_S) for rank in pool] == [(2, 1), (2, 0), None]
 
 
+@pytest.mark.parametrize("call", ["init", "split", "send"])
+def test_abort_from_another_thread_frees_a_blocked_call(nccl: Nccl, call: str) -> None:
+    with ranks(2) as pool:
+        joined(nccl, pool)
+        assert tell(pool[:1], do.aborted_by_another_thread, call, nccl.unique_id()) == [(True, 3)]
+
+
 def test_shrink_leaves_the_others(nccl: Nccl) -> None:
     with ranks(3) as pool:
         joined(nccl, pool)

@@ -70,6 +70,10 @@ static void number(struct job *job) {
   struct state *state = job->parent->state;
   pthread_mutex_lock(&state->lock);
   state->inside++;
+  if (job->comm) {
+    job->comm->state->next_forming = state->forming;
+    state->forming = job->comm->state;
+  }
   job->ordinal = ++state->children;
   job->turn = job->kind == JOB_SPLIT ? state->splits++ : 0;
   pthread_mutex_unlock(&state->lock);
@@ -152,6 +156,7 @@ API ncclCommAbort(ncclComm_t comm) {
   ncclResult_t result = sim_comm_check(comm);
   if (result) return result;
   sim_hang_abort(comm);
+  atomic_store(&comm->state->abandoned, true);
   sim_abort_work(comm);
   sim_comm_retire(comm);
   return ncclSuccess;

@@ -175,13 +175,18 @@ bool sim_aborted(const struct ncclComm *comm) {
   return __atomic_load_n(&comm->state->abort_flag, __ATOMIC_ACQUIRE) != 0;
 }
 
-/* Ends what runs and who waits. What has not come to its turn on a stream yet ends when it does. */
+static void raise_abort(struct state *state) {
+  __atomic_store_n(&state->abort_flag, 1, __ATOMIC_RELEASE);
+  if (atomic_load(&state->entered)) sim_room_wake(&state->room);
+}
+
+/* Ends what runs and who waits, also for children that are on their way. What has not come to its turn on a stream yet ends when it does. */
 void sim_abort_work(struct ncclComm *comm) {
   struct state *state = comm->state;
   pthread_mutex_lock(&state->lock);
-  __atomic_store_n(&state->abort_flag, 1, __ATOMIC_RELEASE);
+  raise_abort(state);
+  for (struct state *child = state->forming; child; child = child->next_forming) raise_abort(child);
   pthread_cond_broadcast(&state->changed);
-  if (atomic_load(&state->entered)) sim_room_wake(&state->room);
   while (state->running || state->inside) pthread_cond_wait(&state->changed, &state->lock);
   pthread_mutex_unlock(&state->lock);
 }

@@ -74,7 +74,8 @@ struct state {
   uint32_t abort_flag; /* atomic; the one way out of every wait */
   _Atomic ncclResult_t error;
   bool nonblocking, finalized;
-  atomic_bool entered; /* the room is there */
+  atomic_bool entered;   /* the room is there */
+  atomic_bool abandoned; /* the program has called for its abort */
   CUcontext context;
   char name[64], last_error[128];
   /* under `lock` */
@@ -84,6 +85,7 @@ struct state {
   unsigned in_flight, running, inside; /* operations on streams; kernels at work; threads in calls that wait */
   uint64_t operations;                 /* how many were ever enqueued: the `op` of a fault */
   unsigned children, splits, split_turn;
+  struct state *forming, *next_forming; /* children that are on their way, and their list */
   struct user_op user_ops[MAX_USER_OPS];
   void *profiler;
   int profiler_mask;

@@ -84,14 +84,30 @@ static ncclResult_t run(struct job *job) {
   }
 }
 
-/* A communicator that did not come about goes away, unless somebody who aborted it is about to take it away. */
+static void leave_parent(const struct job *job) {
+  struct state *parent = job->parent->state;
+  pthread_mutex_lock(&parent->lock);
+  struct state **link = &parent->forming;
+  while (*link && !(job->comm && *link == job->comm->state)) link = &(*link)->next_forming;
+  if (*link) *link = (*link)->next_forming;
+  parent->inside--;
+  pthread_cond_broadcast(&parent->changed);
+  pthread_mutex_unlock(&parent->lock);
+}
+
+/* A communicator that did not come about goes away, unless somebody who aborts it is about to take it away. */
+static bool goes_away(const struct job *job) {
+  if (!job->result || job->kind == JOB_FINALIZE || !job->comm) return false;
+  return !job->comm->state->nonblocking && !atomic_load(&job->comm->state->abandoned);
+}
+
 void sim_job_run(struct job *job) {
   struct ncclComm *comm = job->comm;
   job->result = run(job);
-  bool failed = job->result && job->kind != JOB_FINALIZE && comm && !sim_aborted(comm) && !comm->state->nonblocking;
+  bool failed = goes_away(job);
   if (failed) *job->out = NULL;
+  if (job->parent) leave_parent(job);
   if (comm) atomic_store(&comm->state->error, job->result);
   if (comm && job->kind != JOB_FINALIZE) sim_leave(comm);
-  if (job->parent) sim_leave(job->parent);
   if (failed) sim_comm_retire(comm);
 }
