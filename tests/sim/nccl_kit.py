@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -180,14 +181,14 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     while True:
         try:
             work, args = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             os._exit(0)
         try:
-            pipe.send((True, work(nccl, *args)))
-        except BaseException as error:
-            import traceback
-
-            pipe.send((False, f"{error}\n{traceback.format_exc()}"))
+            answer = (True, work(nccl, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        with contextlib.suppress(OSError):  # nobody may be left to tell
+            pipe.send(answer)
 
 
 class Rank:
