@@ -408,6 +408,31 @@ def test_capture_spreads_over_events(rt: Runtime) -> None:
     assert rt.library.cudaStreamQuery(side) == 0
 
 
+def test_branches_of_a_graph_run_side_by_side(rt: Runtime) -> None:
+    """100 ms, then 100 beside 150, then 50: 300, not 400."""
+    stream, side, graph, executable = rt.stream(), rt.stream(), ctypes.c_void_p(), ctypes.c_void_p()
+    fork, join = new_event(rt), new_event(rt)
+    rt.call("cudaStreamBeginCapture", stream, 0)
+    rt.launch(stream, 100 * MS)
+    rt.call("cudaEventRecord", fork, stream)
+    rt.call("cudaStreamWaitEvent", side, fork, 0)
+    rt.launch(side, 150 * MS)
+    rt.launch(stream, 100 * MS)
+    rt.call("cudaEventRecord", join, side)
+    rt.call("cudaStreamWaitEvent", stream, join, 0)
+    rt.launch(stream, 50 * MS)
+    rt.call("cudaStreamEndCapture", stream, ctypes.byref(graph))
+    rt.call("cudaGraphInstantiate", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+    before, after, elapsed = new_event(rt), new_event(rt), ctypes.c_float()
+    rt.launch(stream, 30 * MS)
+    rt.call("cudaEventRecord", before, stream)
+    rt.call("cudaGraphLaunch", executable, stream)
+    rt.call("cudaEventRecord", after, stream)
+    rt.call("cudaEventSynchronize", after)
+    rt.call("cudaEventElapsedTime", ctypes.byref(elapsed), before, after)
+    assert elapsed.value == pytest.approx(300, abs=0.1)
+
+
 # names, devices, errors
 
 
@@ -453,7 +478,7 @@ def test_errors_are_told_and_stick(rt: Runtime) -> None:
     assert rt.library.cudaPeekAtLastError() == rt.library.cudaGetLastError() == 1
     assert rt.library.cudaGetLastError() == 0
     assert rt.library.cudaSetDevice(99) == 101
-    assert rt.library.cudaIpcGetMemHandle() == 801
+    assert rt.library.cudaGraphAddNode() == 801
     rt.library.cudaGetErrorName.restype = ctypes.c_char_p
     assert rt.library.cudaGetErrorName(35) == b"cudaErrorInsufficientDriver"
     rt.library.cudaGetLastError()

@@ -26,10 +26,28 @@ static double env_number(const char *name, double otherwise) {
   return value;
 }
 
+/* As CUDA has it: a list of numbers, cut short at the first entry that is no device. */
+static void visible_read(void) {
+  const char *list = getenv("CUDA_VISIBLE_DEVICES");
+  int count = 0, all = config.devices;
+  for (int i = 0; i < MAX_DEVICES; i++) config.physical[i] = i;
+  if (!list) return;
+  while (*list && count < MAX_DEVICES) {
+    char *end;
+    long device = strtol(list, &end, 10);
+    if (end == list || device < 0 || device >= all) break;
+    config.physical[count++] = (int)device;
+    list = end;
+    while (*list == ',' || *list == ' ') list++;
+  }
+  config.devices = count;
+}
+
 static void config_read(void) {
   const char *wait = getenv("STALLSCOPE_SIM_WAIT");
   double devices = env_number("STALLSCOPE_SIM_DEVICES", 2);
   config.devices = devices > MAX_DEVICES ? MAX_DEVICES : (int)devices;
+  visible_read();
   config.spin = wait && strcmp(wait, "spin") == 0;
   config.kernel_ns = (uint64_t)env_number("STALLSCOPE_SIM_KERNEL_NS", 2000);
   config.kernels = getenv("STALLSCOPE_SIM_KERNELS");
@@ -42,6 +60,10 @@ static void config_read(void) {
 const struct sim_config *sim_config(void) {
   pthread_once(&config_once, config_read);
   return &config;
+}
+
+int sim_physical(int device) {
+  return sim_config()->physical[device];
 }
 
 uint64_t sim_now_ns(void) {

@@ -15,11 +15,13 @@ static void before_fork(void) {
   pthread_mutex_lock(&primary_lock);
   pthread_mutex_lock(&sim_module_lock);
   pthread_mutex_lock(&sim_lock);
+  sim_vmm_lock();
   sim_memory_lock();
 }
 
 static void after_fork_parent(void) {
   sim_memory_unlock();
+  sim_vmm_unlock();
   pthread_mutex_unlock(&sim_lock);
   pthread_mutex_unlock(&sim_module_lock);
   pthread_mutex_unlock(&primary_lock);
@@ -33,8 +35,10 @@ static void after_fork_child(void) {
   }
   for (int i = 0; i < MAX_DEVICES; i++) primary[i] = NULL;
   depth = 0;
+  sim_stats_forget();
   atomic_store(&initialised, false);
   sim_memory_lock_renew();
+  sim_vmm_unlock();
   pthread_mutex_unlock(&sim_lock);
   pthread_mutex_unlock(&sim_module_lock);
   pthread_mutex_unlock(&primary_lock);
@@ -49,6 +53,10 @@ CUresult sim_cuInit(unsigned flags) {
   if (flags) return CUDA_ERROR_INVALID_VALUE;
   pthread_once(&once, register_fork_handlers);
   if (sim_config()->devices == 0) return CUDA_ERROR_NO_DEVICE;
+  if (atomic_load(&initialised)) return CUDA_SUCCESS;
+  pthread_mutex_lock(&sim_lock);
+  sim_stats_open();
+  pthread_mutex_unlock(&sim_lock);
   atomic_store(&initialised, true);
   return CUDA_SUCCESS;
 }
@@ -74,6 +82,7 @@ static struct CUctx_st *context_new(CUdevice device, unsigned flags) {
   pthread_mutex_lock(&sim_lock);
   context->next = contexts;
   contexts = context;
+  sim_stats_context(device, 1);
   pthread_mutex_unlock(&sim_lock);
   return context;
 }

@@ -26,7 +26,7 @@ static void set_row(char *row, const struct set_shape *s) {
 
 void sim_do_set(const struct set_shape *s) {
   for (size_t y = 0; y < s->height; y++) {
-    if (s->element_bytes == 1) memset(s->dst + y * s->pitch, (int)s->value, s->count);
+    if (s->element_bytes == 1) memset(s->dst + y * s->pitch, (int)(unsigned char)s->value, s->count);
     else set_row(s->dst + y * s->pitch, s);
   }
 }
@@ -222,4 +222,25 @@ CUresult sim_cuMemsetD2D8Async(CUdeviceptr dst, size_t pitch, unsigned char valu
   struct set_shape shape = {
       .dst = (char *)dst, .value = value, .element_bytes = 1, .count = width, .height = height, .pitch = pitch};
   return set(&shape, stream, ASYNC);
+}
+
+/* A value written in stream order; it costs the stream nothing. */
+static CUresult write_value(CUstream handle, CUdeviceptr address, uint64_t value, size_t bytes) {
+  struct CUstream_st *stream;
+  CUresult error = sim_stream(handle, &stream);
+  if (error || !address || address % bytes) return error ? error : CUDA_ERROR_INVALID_VALUE;
+  struct op op = {.kind = OP_SET};
+  op.set = (struct set_shape){
+      .dst = (char *)address, .value = value, .element_bytes = (unsigned)bytes, .count = 1, .height = 1};
+  return sim_submit(stream, &op);
+}
+
+CUresult sim_cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, unsigned value, unsigned flags) {
+  (void)flags;
+  return write_value(stream, address, value, sizeof(value));
+}
+
+CUresult sim_cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, uint64_t value, unsigned flags) {
+  (void)flags;
+  return write_value(stream, address, value, sizeof(value));
 }

@@ -25,6 +25,8 @@ static const int attributes[160] = {
     [51] = 32,         [75] = SM_MAJOR, [76] = SM_MINOR,  [78] = 1,               /* stream priorities */
     [79] = 1,          [80] = 1,        [81] = 167936,    [82] = 65536, [83] = 1, /* managed memory */
     [90] = 1,          [95] = 1,                                                  /* cooperative launch */
+    [102] = 1,         [103] = 1,                                                 /* virtual memory, by descriptor */
+    [125] = 1,                                                                    /* IPC events */
     [97] = 166912,     [99] = 1,                                                  /* host register */
     [106] = 32,        [111] = 1024,    [115] = 1,                                /* memory pools */
 };
@@ -60,7 +62,7 @@ CUresult sim_cuDeviceGetName(char *name, int length, CUdevice device) {
 CUresult sim_cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
   if (!is_device(device) || !uuid) return CUDA_ERROR_INVALID_VALUE;
   memcpy(uuid->bytes, "stallscope-sim-", 15);
-  uuid->bytes[15] = (char)device;
+  uuid->bytes[15] = (char)sim_physical(device);
   return CUDA_SUCCESS;
 }
 
@@ -78,7 +80,7 @@ CUresult sim_cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
   if (!value || attribute < 1) return CUDA_ERROR_INVALID_VALUE;
   bool known = (size_t)attribute < sizeof(attributes) / sizeof(attributes[0]);
-  *value = attribute == 33 ? device + 1 : known ? attributes[attribute] : 0;
+  *value = attribute == 33 ? sim_physical(device) + 1 : known ? attributes[attribute] : 0;
   return CUDA_SUCCESS;
 }
 
@@ -90,15 +92,19 @@ CUresult sim_cuDeviceComputeCapability(int *major, int *minor, CUdevice device) 
 
 CUresult sim_cuDeviceGetPCIBusId(char *text, int length, CUdevice device) {
   if (!is_device(device) || !text || length < 1) return CUDA_ERROR_INVALID_VALUE;
-  snprintf(text, (size_t)length, "0000:%02X:00.0", (unsigned)device + 1);
+  snprintf(text, (size_t)length, "0000:%02X:00.0", (unsigned)sim_physical(device) + 1);
   return CUDA_SUCCESS;
 }
 
 CUresult sim_cuDeviceGetByPCIBusId(CUdevice *device, const char *text) {
   unsigned domain, bus;
-  if (sscanf(text, "%x:%x:", &domain, &bus) != 2 || !is_device((int)bus - 1)) return CUDA_ERROR_INVALID_DEVICE;
-  *device = (int)bus - 1;
-  return CUDA_SUCCESS;
+  if (sscanf(text, "%x:%x:", &domain, &bus) != 2) return CUDA_ERROR_INVALID_DEVICE;
+  for (int i = 0; i < sim_config()->devices; i++) {
+    if (sim_physical(i) != (int)bus - 1) continue;
+    *device = i;
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_DEVICE;
 }
 
 CUresult sim_cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {

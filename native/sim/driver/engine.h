@@ -19,6 +19,7 @@ enum { MAX_DEVICES = 16, MAX_CONTEXT_DEPTH = 16 };
 
 struct sim_config {
   int devices;
+  int physical[MAX_DEVICES]; /* which of the machine's devices each one is: CUDA_VISIBLE_DEVICES */
   bool spin;
   uint64_t kernel_ns;
   const char *kernels;
@@ -45,7 +46,8 @@ struct copy_shape {
 
 struct set_shape {
   char *dst;
-  unsigned value, element_bytes;
+  uint64_t value; /* its low bytes */
+  unsigned element_bytes;
   size_t count, height, pitch;
 };
 
@@ -82,6 +84,7 @@ struct CUstream_st {
   atomic_uint slow;
   /* the rest under sim_lock */
   struct CUgraph_st *capture;
+  uint64_t capture_ns; /* how far this branch of the capture has come, from the start of the graph */
   bool capture_origin, dying, has_worker;
   struct op *head, *tail;
   pthread_cond_t more;
@@ -102,9 +105,12 @@ struct CUctx_st {
 struct CUevent_st {
   unsigned magic, flags;
   struct CUctx_st *context;
-  _Atomic uint64_t time_ns; /* 0: never recorded, PENDING_NS: see `pending` */
-  struct point *pending;    /* under sim_lock */
+  _Atomic uint64_t time_ns;      /* 0: never recorded, PENDING_NS: see `pending` */
+  struct point *pending;         /* under sim_lock */
+  _Atomic uint64_t *shared_time; /* NULL, or the time that other processes see too */
+  int shared_fd;
   _Atomic uint64_t capture_id;
+  uint64_t capture_ns; /* under sim_lock: where in the capture it was recorded */
 };
 #define PENDING_NS (UINT64_MAX - 1)
 
@@ -116,19 +122,35 @@ struct CUfunc_st {
   struct CUfunc_st *next;
 };
 
+/* A program's object that lives as long as graphs refer to it. */
+struct CUuserObject_st {
+  atomic_int references;
+  CUhostFn destroy;
+  void *data;
+};
+
+struct user_reference {
+  struct CUuserObject_st *object;
+  unsigned count;
+  struct user_reference *next;
+};
+
 struct CUgraph_st {
   unsigned magic;
   uint64_t id;
   size_t count, capacity;
   struct op *ops;
+  uint64_t length_ns; /* of its longest branch */
+  struct user_reference *objects;
 };
 
 struct CUgraphExec_st {
   unsigned magic;
   size_t count;
   struct op *ops;
-  uint64_t total_ns;
-  bool timed_only; /* kernels alone: one step forward on the time line does for all of them */
+  struct user_reference *objects;
+  uint64_t length_ns;
+  bool calls_host; /* then it is a list in one stream, since nobody knows how long a branch is */
 };
 
 enum {
@@ -144,13 +166,14 @@ enum {
 /* Not valid: NULL, small numbers, or an object of another kind. Wild pointers crash, as they do on the real driver. */
 #define IS_A(object, kind) ((uintptr_t)(object) > 4096 && (object)->magic == (kind))
 
-/* Locks are taken in the order: primary contexts, modules, sim_lock, memory map. */
+/* Locks are taken in the order: primary contexts, modules, sim_lock, mappings, memory map. */
 extern pthread_mutex_t sim_lock; /* everything but the time lines and the memory map; never on the fast path */
 extern pthread_cond_t sim_known; /* broadcast when a point becomes known or a hold is released */
 extern _Thread_local bool sim_stream_zero_is_per_thread;
 
 /* config.c */
 const struct sim_config *sim_config(void);
+int sim_physical(int device);
 uint64_t sim_now_ns(void);
 uint64_t sim_kernel_ns(const char *name);
 uint64_t sim_copy_ns(size_t bytes);
@@ -186,23 +209,51 @@ void sim_wait_point(struct point *point, bool spin);
 void sim_queue_forget(struct CUstream_st *stream);
 
 /* event.c */
+uint64_t sim_event_time(const struct CUevent_st *event);
+void sim_event_set_time(struct CUevent_st *event, uint64_t time_ns);
 CUresult sim_event_captured(struct CUstream_st *stream, struct CUevent_st *event);
 
 /* graph.c */
-CUresult sim_graph_append(struct CUgraph_st *graph, const struct op *op);
-void sim_capture_join(struct CUstream_st *stream, uint64_t capture_id);
+CUresult sim_graph_append(struct CUstream_st *stream, const struct op *op);
+void sim_capture_join(struct CUstream_st *stream, const struct CUevent_st *event);
 
 /* memory.c */
 enum memory_kind { MEMORY_PAGEABLE, MEMORY_DEVICE, MEMORY_PINNED, MEMORY_MANAGED };
 enum memory_kind sim_memory_kind(const void *pointer);
+/* Ranges that come from elsewhere: from another process, or mapped by the program. */
+CUresult sim_memory_add(void *memory, size_t bytes, int device);
+size_t sim_memory_drop(void *memory);
+/* Counts memory of the device as used, or with a negative number as free again; false: there is not so much. */
+bool sim_memory_charge(int device, ptrdiff_t bytes);
+/* What stream-ordered allocations of the device hold now, or held at most. */
+uint64_t sim_pool_bytes(int device, bool high);
+void sim_pool_reset_high(int device);
+/* Turns the memory of a cudaMalloc into a file that another process may map. */
+CUresult sim_memory_share(void *pointer, int *fd, size_t *bytes, int *device);
 CUresult sim_allocate(void **out, size_t bytes, enum memory_kind kind);
 void sim_memory_lock(void);
 void sim_memory_lock_renew(void);
 void sim_memory_unlock(void);
 
+/* ipc.c */
+void sim_event_unshare(struct CUevent_st *event);
+
+/* vmm.c: before the memory map's */
+void sim_vmm_lock(void);
+void sim_vmm_unlock(void);
+
 /* copy.c */
 void sim_do_copy(const struct copy_shape *shape);
 void sim_do_set(const struct set_shape *shape);
+
+/* stats.c */
+void sim_stats_open(void);
+void sim_stats_forget(void);
+void sim_stats_worked(int device, uint64_t start_ns, uint64_t end_ns);
+void sim_stats_hold_begin(int device);
+void sim_stats_hold_end(int device);
+void sim_stats_memory(int device, size_t used_bytes);
+void sim_stats_context(int device, int change);
 
 /* module.c */
 extern pthread_mutex_t sim_module_lock;

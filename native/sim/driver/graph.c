@@ -1,11 +1,10 @@
-/* Capture and graphs: a graph is the list of captured operations, launched as one piece in one stream. */
+/* Capture and graphs: a graph is the list of captured operations, launched as one piece in one stream. Its branches (one
+ * a captured stream, joined by events) run side by side: it lasts as long as the longest way through them. */
 #include <stdlib.h>
 
 #include "engine.h"
 
-CUresult sim_graph_append(struct CUgraph_st *graph, const struct op *op) {
-  if (op->kind == OP_AWAIT || op->kind == OP_RECORD || op->kind == OP_HOLD)
-    return op->kind == OP_HOLD ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
+static CUresult append(struct CUgraph_st *graph, const struct op *op) {
   if (graph->count == graph->capacity) {
     size_t capacity = graph->capacity ? 2 * graph->capacity : 16;
     struct op *ops = realloc(graph->ops, capacity * sizeof(*ops));
@@ -14,6 +13,18 @@ CUresult sim_graph_append(struct CUgraph_st *graph, const struct op *op) {
     graph->capacity = capacity;
   }
   graph->ops[graph->count++] = *op;
+  return CUDA_SUCCESS;
+}
+
+/* With sim_lock held. Events only join branches, see sim_capture_join. */
+CUresult sim_graph_append(struct CUstream_st *stream, const struct op *op) {
+  if (op->kind == OP_AWAIT || op->kind == OP_RECORD || op->kind == OP_HOLD)
+    return op->kind == OP_HOLD ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
+  CUresult error = append(stream->capture, op);
+  if (error) return error;
+  bool endless = op->duration_ns > NEVER_NS - stream->capture_ns;
+  stream->capture_ns = endless ? NEVER_NS : stream->capture_ns + op->duration_ns;
+  if (stream->capture_ns > stream->capture->length_ns) stream->capture->length_ns = stream->capture_ns;
   return CUDA_SUCCESS;
 }
 
@@ -26,14 +37,16 @@ static struct CUgraph_st *graph_new(void) {
 
 static void capture_into(struct CUstream_st *stream, struct CUgraph_st *graph) {
   stream->capture = graph;
+  stream->capture_ns = 0;
   atomic_fetch_or(&stream->slow, SLOW_CAPTURING);
 }
 
 /* A stream that waits for an event of a capture belongs to that capture from then on. */
-void sim_capture_join(struct CUstream_st *stream, uint64_t capture_id) {
+void sim_capture_join(struct CUstream_st *stream, const struct CUevent_st *event) {
   pthread_mutex_lock(&sim_lock);
   for (struct CUstream_st *s = stream->context->streams; s && !stream->capture; s = s->next)
-    if (s->capture && s->capture->id == capture_id) capture_into(stream, s->capture);
+    if (s->capture && s->capture->id == event->capture_id) capture_into(stream, s->capture);
+  if (stream->capture && event->capture_ns > stream->capture_ns) stream->capture_ns = event->capture_ns;
   pthread_mutex_unlock(&sim_lock);
 }
 
@@ -110,9 +123,76 @@ CUresult sim_cuGraphCreate(CUgraph *graph, unsigned flags) {
   return CUDA_SUCCESS;
 }
 
+/* user objects */
+CUresult sim_cuUserObjectCreate(CUuserObject *out, void *data, CUhostFn destroy, unsigned references, unsigned flags) {
+  if (!out || !destroy || !references || flags != 1) return CUDA_ERROR_INVALID_VALUE; /* 1: no destructor sync */
+  *out = sim_new(sizeof(**out));
+  atomic_store(&(*out)->references, (int)references);
+  (*out)->destroy = destroy;
+  (*out)->data = data;
+  return CUDA_SUCCESS;
+}
+
+CUresult sim_cuUserObjectRetain(CUuserObject object, unsigned count) {
+  if (!object || !count) return CUDA_ERROR_INVALID_VALUE;
+  atomic_fetch_add(&object->references, (int)count);
+  return CUDA_SUCCESS;
+}
+
+/* The real one calls the destructor on a thread of its own. */
+CUresult sim_cuUserObjectRelease(CUuserObject object, unsigned count) {
+  if (!object || !count) return CUDA_ERROR_INVALID_VALUE;
+  if (atomic_fetch_sub(&object->references, (int)count) > (int)count) return CUDA_SUCCESS;
+  object->destroy(object->data);
+  free(object);
+  return CUDA_SUCCESS;
+}
+
+static void refer(struct user_reference **list, struct CUuserObject_st *object, unsigned count) {
+  struct user_reference *reference = sim_new(sizeof(*reference));
+  *reference = (struct user_reference){object, count, *list};
+  *list = reference;
+}
+
+static void refer_no_more(struct user_reference *list) {
+  while (list) {
+    struct user_reference *next = list->next;
+    sim_cuUserObjectRelease(list->object, list->count);
+    free(list);
+    list = next;
+  }
+}
+
+/* Flag 1 moves the caller's references into the graph. */
+CUresult sim_cuGraphRetainUserObject(CUgraph graph, CUuserObject object, unsigned count, unsigned flags) {
+  if (!IS_A(graph, MAGIC_GRAPH) || !object || !count || flags > 1) return CUDA_ERROR_INVALID_VALUE;
+  if (!flags) sim_cuUserObjectRetain(object, count);
+  pthread_mutex_lock(&sim_lock);
+  refer(&graph->objects, object, count);
+  pthread_mutex_unlock(&sim_lock);
+  return CUDA_SUCCESS;
+}
+
+CUresult sim_cuGraphReleaseUserObject(CUgraph graph, CUuserObject object, unsigned count) {
+  if (!IS_A(graph, MAGIC_GRAPH) || !object || !count) return CUDA_ERROR_INVALID_VALUE;
+  struct user_reference *found = NULL;
+  pthread_mutex_lock(&sim_lock);
+  for (struct user_reference **link = &graph->objects; *link && !found; link = &(*link)->next) {
+    if ((*link)->object != object || (*link)->count != count) continue;
+    found = *link;
+    *link = found->next;
+    break;
+  }
+  pthread_mutex_unlock(&sim_lock);
+  if (!found) return CUDA_ERROR_INVALID_VALUE;
+  free(found);
+  return sim_cuUserObjectRelease(object, count);
+}
+
 CUresult sim_cuGraphDestroy(CUgraph graph) {
   if (!IS_A(graph, MAGIC_GRAPH)) return CUDA_ERROR_INVALID_HANDLE;
   graph->magic = 0;
+  refer_no_more(graph->objects);
   free(graph->ops);
   free(graph);
   return CUDA_SUCCESS;
@@ -130,12 +210,15 @@ CUresult sim_cuGraphInstantiateWithFlags(CUgraphExec *exec, CUgraph graph, unsig
   (void)flags;
   if (!exec || !IS_A(graph, MAGIC_GRAPH)) return CUDA_ERROR_INVALID_VALUE;
   struct CUgraphExec_st *made = sim_new(sizeof(*made));
-  *made = (struct CUgraphExec_st){.magic = MAGIC_EXEC, .count = graph->count, .timed_only = true};
+  *made = (struct CUgraphExec_st){.magic = MAGIC_EXEC, .count = graph->count, .length_ns = graph->length_ns};
   made->ops = sim_new(graph->count * sizeof(*made->ops) + 1);
   for (size_t i = 0; i < graph->count; i++) {
     made->ops[i] = graph->ops[i];
-    made->total_ns += graph->ops[i].duration_ns;
-    made->timed_only &= graph->ops[i].kind == OP_KERNEL;
+    made->calls_host |= graph->ops[i].kind == OP_HOST || graph->ops[i].kind == OP_CALLBACK;
+  }
+  for (struct user_reference *r = graph->objects; r; r = r->next) {
+    sim_cuUserObjectRetain(r->object, r->count);
+    refer(&made->objects, r->object, r->count);
   }
   *exec = made;
   return CUDA_SUCCESS;
@@ -150,6 +233,7 @@ CUresult sim_cuGraphInstantiateWithParams(CUgraphExec *exec, CUgraph graph, CUDA
 CUresult sim_cuGraphExecDestroy(CUgraphExec exec) {
   if (!IS_A(exec, MAGIC_EXEC)) return CUDA_ERROR_INVALID_HANDLE;
   exec->magic = 0;
+  refer_no_more(exec->objects);
   free(exec->ops);
   free(exec);
   return CUDA_SUCCESS;
@@ -164,8 +248,15 @@ CUresult sim_cuGraphLaunch(CUgraphExec exec, CUstream handle) {
   struct CUstream_st *stream;
   CUresult error = sim_stream(handle, &stream);
   if (error || !IS_A(exec, MAGIC_EXEC)) return error ? error : CUDA_ERROR_INVALID_HANDLE;
-  struct op total = {.kind = OP_KERNEL, .duration_ns = exec->total_ns};
-  if (exec->timed_only) return sim_submit(stream, &total);
-  for (size_t i = 0; i < exec->count && !error; i++) error = sim_submit(stream, &exec->ops[i]);
-  return error;
+  if (exec->calls_host) {
+    for (size_t i = 0; i < exec->count && !error; i++) error = sim_submit(stream, &exec->ops[i]);
+    return error;
+  }
+  for (size_t i = 0; i < exec->count && !error; i++) {
+    struct op op = exec->ops[i];
+    op.duration_ns = 0;
+    if (op.kind != OP_KERNEL) error = sim_submit(stream, &op);
+  }
+  struct op whole = {.kind = OP_KERNEL, .duration_ns = exec->length_ns};
+  return error ? error : sim_submit(stream, &whole);
 }

@@ -2,22 +2,25 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
-#include "engine.h"
+#include "shared.h"
 
 struct range {
   uintptr_t start;
   size_t bytes;
   enum memory_kind kind;
   int device;
-  bool registered; /* the program's own memory, only known to us */
+  bool registered; /* not ours to free: the program's own memory, another process's, a mapping */
+  bool pooled;     /* from a stream-ordered allocation */
+  int fd;          /* of memory given to other processes; 0: none */
   uint64_t id;
 };
 
 static pthread_rwlock_t map_lock = PTHREAD_RWLOCK_INITIALIZER;
 static struct range *ranges; /* sorted by start */
 static size_t range_count, range_capacity;
-static size_t used_bytes[MAX_DEVICES];
+static size_t used_bytes[MAX_DEVICES], pool_bytes[MAX_DEVICES], pool_high[MAX_DEVICES];
 
 enum { PITCH = 512, LARGE = 1 << 16 };
 
@@ -80,6 +83,17 @@ static CUresult insert(const struct range *range) {
   return CUDA_SUCCESS;
 }
 
+/* With the map locked for writing, both. */
+static void pool_charge(int device, ptrdiff_t bytes) {
+  pool_bytes[device] += (size_t)bytes;
+  if (pool_bytes[device] > pool_high[device]) pool_high[device] = pool_bytes[device];
+}
+
+static void charge(int device, ptrdiff_t bytes) {
+  used_bytes[device] += (size_t)bytes;
+  sim_stats_memory(device, used_bytes[device]);
+}
+
 /* Takes out the range that starts exactly there. */
 static bool take(const void *pointer, struct range *out) {
   sim_memory_lock();
@@ -90,7 +104,8 @@ static bool take(const void *pointer, struct range *out) {
     size_t index = (size_t)(range - ranges);
     memmove(range, range + 1, (range_count - index - 1) * sizeof(*ranges));
     range_count--;
-    if (out->kind == MEMORY_DEVICE) used_bytes[out->device] -= out->bytes;
+    if (out->kind == MEMORY_DEVICE && !out->registered) charge(out->device, -(ptrdiff_t)out->bytes);
+    if (out->pooled) pool_charge(out->device, -(ptrdiff_t)out->bytes);
   }
   sim_memory_unlock();
   return found;
@@ -105,6 +120,7 @@ static void *host_allocate(size_t bytes) {
 }
 
 static void host_free(const struct range *range) {
+  if (range->fd) close(range->fd);
   if (range->bytes < LARGE) free((void *)range->start);
   else munmap((void *)range->start, range->bytes);
 }
@@ -120,7 +136,7 @@ CUresult sim_allocate(void **out, size_t bytes, enum memory_kind kind) {
   bool fits = kind != MEMORY_DEVICE || bytes <= sim_config()->device_bytes - used_bytes[range.device];
   range.start = fits ? (uintptr_t)host_allocate(bytes) : 0;
   error = range.start ? insert(&range) : CUDA_ERROR_OUT_OF_MEMORY;
-  if (!error && kind == MEMORY_DEVICE) used_bytes[range.device] += bytes;
+  if (!error && kind == MEMORY_DEVICE) charge(range.device, (ptrdiff_t)bytes);
   sim_memory_unlock();
   *out = (void *)range.start;
   return error;
@@ -132,9 +148,80 @@ static CUresult release(void *pointer, bool wait) {
   CUresult error = sim_current(&context);
   if (error || !pointer) return error;
   if (wait) sim_wait_context(context);
+  if (lookup(pointer, &range) && range.registered) return CUDA_ERROR_INVALID_VALUE;
   if (!take(pointer, &range)) return CUDA_ERROR_INVALID_VALUE;
   host_free(&range);
   return CUDA_SUCCESS;
+}
+
+CUresult sim_memory_add(void *memory, size_t bytes, int device) {
+  struct range range = {
+      .start = (uintptr_t)memory, .bytes = bytes, .kind = MEMORY_DEVICE, .device = device, .registered = true};
+  range.id = sim_next_id();
+  sim_memory_lock();
+  CUresult error = insert(&range);
+  sim_memory_unlock();
+  return error;
+}
+
+size_t sim_memory_drop(void *memory) {
+  struct range range;
+  if (!lookup(memory, &range) || !range.registered || range.kind != MEMORY_DEVICE) return 0;
+  return take(memory, &range) ? range.bytes : 0;
+}
+
+bool sim_memory_charge(int device, ptrdiff_t bytes) {
+  sim_memory_lock();
+  bool fits = bytes <= 0 || (size_t)bytes <= sim_config()->device_bytes - used_bytes[device];
+  if (fits) charge(device, bytes);
+  sim_memory_unlock();
+  return fits;
+}
+
+uint64_t sim_pool_bytes(int device, bool high) {
+  pthread_rwlock_rdlock(&map_lock);
+  uint64_t bytes = high ? pool_high[device] : pool_bytes[device];
+  pthread_rwlock_unlock(&map_lock);
+  return bytes;
+}
+
+void sim_pool_reset_high(int device) {
+  sim_memory_lock();
+  pool_high[device] = pool_bytes[device];
+  sim_memory_unlock();
+}
+
+/* The bytes move into a file that is then mapped over them. Small blocks share pages with others and can't move. */
+static CUresult make_shared(struct range *range) {
+  if (range->registered || range->kind != MEMORY_DEVICE) return CUDA_ERROR_INVALID_VALUE;
+  if (range->bytes < LARGE) return CUDA_ERROR_NOT_SUPPORTED;
+  if (range->fd) return CUDA_SUCCESS;
+  int fd = sim_shared_file(range->bytes);
+  if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
+  void *copy = mmap(NULL, range->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (copy != MAP_FAILED) {
+    memcpy(copy, (void *)range->start, range->bytes);
+    if (mremap(copy, range->bytes, range->bytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)range->start) != MAP_FAILED) {
+      range->fd = fd;
+      return CUDA_SUCCESS;
+    }
+    munmap(copy, range->bytes);
+  }
+  close(fd);
+  return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult sim_memory_share(void *pointer, int *fd, size_t *bytes, int *device) {
+  sim_memory_lock();
+  struct range *range = find(pointer);
+  CUresult error = range && range->start == (uintptr_t)pointer ? make_shared(range) : CUDA_ERROR_INVALID_VALUE;
+  if (!error) {
+    *fd = range->fd;
+    *bytes = range->bytes;
+    *device = range->device;
+  }
+  sim_memory_unlock();
+  return error;
 }
 
 CUresult sim_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes) {
@@ -285,7 +372,16 @@ CUresult sim_cuPointerGetAttributes(unsigned count, int *attributes, void **data
 CUresult sim_cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream handle) {
   struct CUstream_st *stream;
   CUresult error = sim_stream(handle, &stream);
-  return error ? error : sim_allocate((void **)out, bytes, MEMORY_DEVICE);
+  if (!error) error = sim_allocate((void **)out, bytes, MEMORY_DEVICE);
+  if (error) return error;
+  sim_memory_lock();
+  struct range *range = find((void *)*out);
+  if (range) {
+    range->pooled = true;
+    pool_charge(range->device, (ptrdiff_t)range->bytes);
+  }
+  sim_memory_unlock();
+  return CUDA_SUCCESS;
 }
 
 CUresult sim_cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream handle) {

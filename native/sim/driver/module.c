@@ -1,6 +1,7 @@
 /* Modules, functions, launches. Code is never looked into: a module has every function that is asked for. */
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "engine.h"
 
@@ -60,6 +61,11 @@ CUresult sim_cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned co
   (void)options;
   (void)values;
   return sim_cuModuleLoadData(module, image);
+}
+
+CUresult sim_cuModuleLoad(CUmodule *module, const char *path) {
+  if (!path || access(path, R_OK)) return path ? CUDA_ERROR_FILE_NOT_FOUND : CUDA_ERROR_INVALID_VALUE;
+  return sim_cuModuleLoadData(module, path);
 }
 
 /* Handles of its functions may still be in somebody's cache: the memory stays, marked as no module. */
@@ -228,9 +234,22 @@ CUresult sim_cuLaunchCooperativeKernel(CUfunction func, unsigned gx, unsigned gy
   return sim_cuLaunchKernel(func, gx, gy, gz, bx, by, bz, smem, stream, params, NULL);
 }
 
+/* Events that the launch itself is to record: when all blocks have started, and programmatic completion. */
+enum { ATTRIBUTE_PROGRAMMATIC_EVENT = 7, ATTRIBUTE_LAUNCH_COMPLETION_EVENT = 12 };
+
+static CUresult record_attributes(const CUlaunchConfig *config) {
+  const CUlaunchAttribute *attributes = config->attrs;
+  CUresult error = CUDA_SUCCESS;
+  for (unsigned i = 0; attributes && i < config->numAttrs && !error; i++)
+    if (attributes[i].id == ATTRIBUTE_PROGRAMMATIC_EVENT || attributes[i].id == ATTRIBUTE_LAUNCH_COMPLETION_EVENT)
+      error = sim_cuEventRecord(attributes[i].event.event, config->hStream);
+  return error;
+}
+
 CUresult sim_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction func, void **params, void **extra) {
   if (!config) return CUDA_ERROR_INVALID_VALUE;
-  return sim_cuLaunchKernel(func, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
-                            config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->hStream, params,
-                            extra);
+  CUresult error =
+      sim_cuLaunchKernel(func, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
+                         config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->hStream, params, extra);
+  return error ? error : record_attributes(config);
 }

@@ -25,7 +25,7 @@ void sim_point_resolve(struct point *point, uint64_t time_ns) {
   point->time_ns = time_ns;
   atomic_store(&point->known, true);
   if (point->event) {
-    atomic_store(&point->event->time_ns, time_ns);
+    sim_event_set_time(point->event, time_ns);
     point->event->pending = NULL;
     sim_point_release(point);
   }
@@ -60,7 +60,9 @@ static void run_op(struct CUstream_st *stream, struct op *op) {
     run_host(stream, op);
     break;
   case OP_HOLD:
+    sim_stats_hold_begin(stream->context->device);
     while (!op->hold->released) pthread_cond_wait(&sim_known, &sim_lock);
+    sim_stats_hold_end(stream->context->device);
     free(op->hold);
     sim_not_before(stream, sim_now_ns());
     break;
@@ -196,7 +198,7 @@ CUresult sim_submit_slow(struct CUstream_st *stream, const struct op *op) {
   CUresult error;
   pthread_mutex_lock(&sim_lock);
   if (stream->capture) {
-    error = sim_graph_append(stream->capture, op);
+    error = sim_graph_append(stream, op);
     if (op->kind == OP_AWAIT) sim_point_release(op->point);
   } else {
     await_default_order(stream);

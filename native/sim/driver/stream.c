@@ -119,14 +119,15 @@ void sim_not_before(struct CUstream_st *stream, uint64_t time_ns) {
 
 /* Puts work of that length at the end of the time line; returns when it will be done. */
 uint64_t sim_advance(struct CUstream_st *stream, uint64_t duration_ns) {
-  uint64_t earliest_ns = sim_now_ns(), others_ns = depends_ns(stream), end_ns;
+  uint64_t earliest_ns = sim_now_ns(), others_ns = depends_ns(stream), start_ns, end_ns;
   if (others_ns > earliest_ns) earliest_ns = others_ns;
   uint64_t busy_ns = atomic_load_explicit(&stream->busy_until_ns, memory_order_relaxed);
   do {
-    uint64_t start_ns = busy_ns > earliest_ns ? busy_ns : earliest_ns;
+    start_ns = busy_ns > earliest_ns ? busy_ns : earliest_ns;
     end_ns = duration_ns > NEVER_NS - start_ns ? NEVER_NS : start_ns + duration_ns;
   } while (!atomic_compare_exchange_weak(&stream->busy_until_ns, &busy_ns, end_ns));
   if (is_blocking(stream)) sim_raise(&stream->context->blocking_until_ns, end_ns);
+  if (duration_ns) sim_stats_worked(stream->context->device, start_ns, end_ns);
   return end_ns;
 }
 

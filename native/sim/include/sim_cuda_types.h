@@ -25,6 +25,8 @@ typedef struct CUgraphExec_st *CUgraphExec, *cudaGraphExec_t;
 typedef struct CUgraphNode_st *CUgraphNode, *cudaGraphNode_t;
 typedef struct CUmemPool_st *CUmemoryPool, *cudaMemPool_t;
 typedef struct cudaArray *cudaArray_t;
+typedef unsigned long long CUmemGenericAllocationHandle;
+typedef struct CUuserObject_st *CUuserObject, *cudaUserObject_t;
 typedef void (*CUhostFn)(void *data);
 typedef CUhostFn cudaHostFn_t;
 typedef void (*CUstreamCallback)(CUstream stream, CUresult status, void *data);
@@ -51,6 +53,7 @@ enum { /* driver and runtime share these numbers */
        CUDA_ERROR_NOT_SUPPORTED = 801,
        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
        CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+       CUDA_ERROR_FILE_NOT_FOUND = 301,
        CUDA_ERROR_ILLEGAL_STATE = 401,
        CUDA_ERROR_UNKNOWN = 999,
 };
@@ -64,7 +67,7 @@ enum { /* driver and runtime share these numbers */
 
 enum { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 #define cudaStreamNonBlocking CU_STREAM_NON_BLOCKING
-enum { CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2 };
+enum { CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2, CU_EVENT_INTERPROCESS = 4 };
 enum { CU_CTX_SCHED_SPIN = 1, CU_CTX_SCHED_YIELD = 2, CU_CTX_SCHED_BLOCKING_SYNC = 4, CU_CTX_SCHED_MASK = 7 };
 #define cudaDeviceScheduleSpin CU_CTX_SCHED_SPIN
 #define cudaDeviceScheduleYield CU_CTX_SCHED_YIELD
@@ -174,6 +177,40 @@ typedef struct {
   int result;
 } CUDA_GRAPH_INSTANTIATE_PARAMS;
 
+typedef struct {
+  int type, handle_types;
+  struct {
+    int type, id;
+  } location;
+  void *win32;
+  unsigned char compression, rdma;
+  unsigned short usage;
+  unsigned char reserved[4];
+} CUmemAllocationProp;
+
+typedef struct {
+  int id;
+  union {
+    uint64_t bytes[8];
+    struct {
+      CUevent event;
+      int flags;
+    } event;
+  };
+} CUlaunchAttribute;
+
+/* Sixty-four bytes that a program sends to another by its own ways. The other opens the descriptor through /proc, so
+ * both belong to one user, and the first has to live until the second has opened it, as with the real handles. */
+struct ipc_handle {
+  uint32_t magic;
+  int32_t pid, fd, device;
+  uint64_t bytes, inode;
+  uint64_t unused[4];
+};
+
+_Static_assert(sizeof(struct ipc_handle) == 64, "public ABI");
+_Static_assert(sizeof(CUmemAllocationProp) == 32, "public ABI");
+_Static_assert(sizeof(CUlaunchAttribute) == 72, "public ABI");
 _Static_assert(sizeof(cudaLaunchConfig_t) == 56, "public ABI");
 _Static_assert(sizeof(CUlaunchConfig) == 56, "public ABI");
 _Static_assert(offsetof(CUlaunchConfig, hStream) == 32, "public ABI");

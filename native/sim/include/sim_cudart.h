@@ -45,6 +45,12 @@ RT(cudaGraphInstantiate, (cudaGraphExec_t * exec, cudaGraph_t graph, unsigned lo
 RT(cudaGraphInstantiateWithFlags, (cudaGraphExec_t * exec, cudaGraph_t graph, unsigned long long flags));
 RT_TWIN(cudaGraphInstantiateWithParams, _ptsz,
         (cudaGraphExec_t * exec, cudaGraph_t graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params));
+RT(cudaUserObjectCreate,
+   (cudaUserObject_t * out, void *data, cudaHostFn_t destroy, unsigned references, unsigned flags));
+RT(cudaUserObjectRetain, (cudaUserObject_t object, unsigned count));
+RT(cudaUserObjectRelease, (cudaUserObject_t object, unsigned count));
+RT(cudaGraphRetainUserObject, (cudaGraph_t graph, cudaUserObject_t object, unsigned count, unsigned flags));
+RT(cudaGraphReleaseUserObject, (cudaGraph_t graph, cudaUserObject_t object, unsigned count));
 RT(cudaGraphExecDestroy, (cudaGraphExec_t exec));
 
 /* waits */
@@ -122,8 +128,15 @@ RT(cudaMemPoolTrimTo, (cudaMemPool_t pool, size_t bytes));
 RT(cudaMemPoolSetAttribute, (cudaMemPool_t pool, int attribute, void *value));
 RT(cudaMemPoolGetAttribute, (cudaMemPool_t pool, int attribute, void *value));
 RT(cudaMemPoolSetAccess, (cudaMemPool_t pool, const void *descriptors, size_t count));
+RT(cudaIpcGetMemHandle, (void *handle, void *device));
+RT(cudaIpcOpenMemHandle, (void **out, struct ipc_handle handle, unsigned flags));
+RT(cudaIpcCloseMemHandle, (void *device));
+RT(cudaIpcGetEventHandle, (void *handle, cudaEvent_t event));
+RT(cudaIpcOpenEventHandle, (cudaEvent_t * event, struct ipc_handle handle));
 
 /* devices */
+RT(cudaDeviceGetGraphMemAttribute, (int device, int attribute, void *value));
+RT(cudaDeviceSetGraphMemAttribute, (int device, int attribute, void *value));
 RT(cudaGetDeviceCount, (int *count));
 RT(cudaGetDevice, (int *device));
 RT(cudaSetDevice, (int device));

@@ -228,24 +228,36 @@ EXPORT const char *cudaGetErrorName(cudaError_t error) {
   return "unrecognized error code";
 }
 
+/* Graphs hold no memory of their own here: all figures are 0. */
+static CUresult graph_memory(int device, uint64_t *value) {
+  if (!value || !rt_context_of(device)) return value ? CUDA_ERROR_INVALID_DEVICE : CUDA_ERROR_INVALID_VALUE;
+  *value = 0;
+  return CUDA_SUCCESS;
+}
+RUNTIME(cudaDeviceGetGraphMemAttribute, (int device, int attribute, void *value),
+        ((void)attribute, graph_memory(device, value)))
+RUNTIME(cudaDeviceSetGraphMemAttribute, (int device, int attribute, void *value),
+        ((void)attribute, value &&rt_context_of(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE))
+
+/* Between two devices: 1 performance rank, 2 access, 3 native atomics, 4 arrays. */
+static CUresult peer_attribute(int *value, int attribute, int source, int target) {
+  if (!value || attribute < 1 || attribute > 4 || source == target) return CUDA_ERROR_INVALID_VALUE;
+  if (!rt_context_of(source) || !rt_context_of(target)) return CUDA_ERROR_INVALID_DEVICE;
+  *value = attribute == 2;
+  return CUDA_SUCCESS;
+}
+cudaError_t cudaDeviceGetP2PAttribute(int *value, int attribute, int source, int target);
+RUNTIME(cudaDeviceGetP2PAttribute, (int *value, int attribute, int source, int target),
+        peer_attribute(value, attribute, source, target))
+
 /* Present so that programs load; what they would do needs more than a time line. */
 #define NOT_SUPPORTED(name)                                                                                            \
   cudaError_t name(void);                                                                                              \
   EXPORT cudaError_t name(void) {                                                                                      \
     return rt_finish(cudaErrorNotSupported);                                                                           \
   }
-NOT_SUPPORTED(cudaIpcGetMemHandle)
-NOT_SUPPORTED(cudaIpcOpenMemHandle)
-NOT_SUPPORTED(cudaIpcCloseMemHandle)
-NOT_SUPPORTED(cudaIpcGetEventHandle)
-NOT_SUPPORTED(cudaIpcOpenEventHandle)
-NOT_SUPPORTED(cudaUserObjectCreate)
-NOT_SUPPORTED(cudaUserObjectRelease)
-NOT_SUPPORTED(cudaGraphRetainUserObject)
 NOT_SUPPORTED(cudaGraphAddNode)
 NOT_SUPPORTED(cudaGraphConditionalHandleCreate)
 NOT_SUPPORTED(cudaGraphNodeGetDependencies)
 NOT_SUPPORTED(cudaStreamBeginCaptureToGraph)
 NOT_SUPPORTED(cudaStreamUpdateCaptureDependencies)
-NOT_SUPPORTED(cudaDeviceGetGraphMemAttribute)
-NOT_SUPPORTED(cudaDeviceSetGraphMemAttribute)

@@ -76,6 +76,15 @@ RUNTIME(cudaGraphInstantiateWithFlags, (cudaGraphExec_t * exec, cudaGraph_t grap
 RUNTIME_TWIN(cudaGraphInstantiateWithParams, _ptsz,
              (cudaGraphExec_t * exec, cudaGraph_t graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params),
              drv->cuGraphInstantiateWithParams(exec, graph, params))
+RUNTIME(cudaUserObjectCreate,
+        (cudaUserObject_t * out, void *data, cudaHostFn_t destroy, unsigned references, unsigned flags),
+        drv->cuUserObjectCreate(out, data, destroy, references, flags))
+RUNTIME(cudaUserObjectRetain, (cudaUserObject_t object, unsigned count), drv->cuUserObjectRetain(object, count))
+RUNTIME(cudaUserObjectRelease, (cudaUserObject_t object, unsigned count), drv->cuUserObjectRelease(object, count))
+RUNTIME(cudaGraphRetainUserObject, (cudaGraph_t graph, cudaUserObject_t object, unsigned count, unsigned flags),
+        drv->cuGraphRetainUserObject(graph, object, count, flags))
+RUNTIME(cudaGraphReleaseUserObject, (cudaGraph_t graph, cudaUserObject_t object, unsigned count),
+        drv->cuGraphReleaseUserObject(graph, object, count))
 RUNTIME(cudaGraphExecDestroy, (cudaGraphExec_t exec), drv->cuGraphExecDestroy(exec))
 
 /* Version 13 gave the plain name the arguments of _v3. */

@@ -198,6 +198,14 @@ RUNTIME(cudaMemPoolGetAttribute, (cudaMemPool_t pool, int attribute, void *value
 RUNTIME(cudaMemPoolSetAccess, (cudaMemPool_t pool, const void *descriptors, size_t count),
         drv->cuMemPoolSetAccess(pool, descriptors, count))
 
+RUNTIME(cudaIpcGetMemHandle, (void *handle, void *device), drv->cuIpcGetMemHandle(handle, DEVPTR(device)))
+RUNTIME(cudaIpcOpenMemHandle, (void **out, struct ipc_handle handle, unsigned flags),
+        drv->cuIpcOpenMemHandle_v2((CUdeviceptr *)out, handle, flags))
+RUNTIME(cudaIpcCloseMemHandle, (void *device), drv->cuIpcCloseMemHandle(DEVPTR(device)))
+RUNTIME(cudaIpcGetEventHandle, (void *handle, cudaEvent_t event), drv->cuIpcGetEventHandle(handle, event))
+RUNTIME(cudaIpcOpenEventHandle, (cudaEvent_t * event, struct ipc_handle handle),
+        drv->cuIpcOpenEventHandle(event, handle))
+
 /* Public CUpointer_attribute numbers. */
 enum { ATTRIBUTE_TYPE = 2, ATTRIBUTE_IS_MANAGED = 8, ATTRIBUTE_ORDINAL = 9 };
 
