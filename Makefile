@@ -20,7 +20,7 @@ BPF_OBJECT := $(BUILD)/probes/stallscope.bpf.o
 MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
-.PHONY: help build generate demo test test-unit test-root test-libs test-gpu lint fuzz bench clean
+.PHONY: help build generate demo test test-unit test-root test-libs test-torch test-gpu lint fuzz bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -76,6 +76,21 @@ test-root: build ## all tests; a privileged one that can't run is a failure
 
 test-libs: build ## real libcudart and libnccl in every supported version
 	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_LIBS=1 $(PY) -m pytest tests/integration/test_real_libraries.py
+
+# What tests/torch runs in. TORCH_PYTHON: a Python 3.11.
+TORCH_PYTHON ?= python3.11
+TORCH_VENV := $(BUILD)/torch-venv
+$(TORCH_VENV)/installed.stamp: tests/torch/requirements.txt
+	$(call say,venv,$(TORCH_VENV) with PyTorch (5.5 GB; a minute from a disk, else a download of 3 GB))
+	@mkdir -p $(BUILD)
+	@free=$$(df --output=avail -BG $(BUILD) | tail -1 | tr -dc 0-9); [ -x $(TORCH_VENV)/bin/python ] || [ "$$free" -ge 8 ] || \
+	  { echo "PyTorch needs 8 GB of disk, $$free GB are free" >&2; exit 1; }
+	$(Q)[ -x $(TORCH_VENV)/bin/python ] || $(TORCH_PYTHON) -m venv $(TORCH_VENV)
+	$(Q){ $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r tests/torch/requirements.txt; } $(QUIET)
+	@touch $@
+
+test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 3 minutes)
+	$(Q)$(PY) -m pytest tests/torch --durations=5
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
 	$(Q)sh tests/gpu/run.sh
