@@ -89,7 +89,7 @@ $(TORCH_VENV)/installed.stamp: tests/torch/requirements.txt
 	$(Q){ $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r tests/torch/requirements.txt; } $(QUIET)
 	@touch $@
 
-test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 3 minutes)
+test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 4 minutes)
 	$(Q)$(PY) -m pytest tests/torch --durations=5
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
