@@ -107,8 +107,13 @@ static void run_profiled(struct plan *plan) {
 static void kernel(void *argument) {
   struct plan *plan = argument;
   if (plan->captured && sim_comm_check(plan->comm)) return;
+  /* NVML: the device is busy from here on, and draws no power for it. */
+  const struct driver_table *drv = sim_driver();
+  int device = plan->comm->cudaDev;
+  drv->stallscope_sim_wait_begin(device);
   bool runs = await_turn(plan);
   if (runs) run_profiled(plan);
+  drv->stallscope_sim_wait_end(device);
   end(plan, runs);
   if (!plan->captured) free(plan);
 }
