@@ -124,6 +124,9 @@ class Linker:
         except (OSError, StallscopeError, ParserFailed) as error:
             target.refused.add(key)
             self._note(target, f"{clean(mapping.path)} is not linked: {error}")
+            if library is not None:  # its calls are unseen from here on, and no number may look as if they were not
+                now = self._clock()
+                self._gap(target, appeared_ns or now, now, f"{library} could not be linked")
             return False
 
     def _link_file(
@@ -168,11 +171,11 @@ class Linker:
         )  # fmt: skip
         if appeared_ns is None or appeared_ns == now:
             return
-        self._send(
-            Kind.GAP,
-            {"source": "link", "proc": target.proc, "count": None, "from_ns": appeared_ns, "to_ns": now,
-             "reason": f"{linked.library} not linked yet"},
-        )  # fmt: skip
+        self._gap(target, appeared_ns, now, f"{linked.library} not linked yet")
+
+    def _gap(self, target: Target, from_ns: int, to_ns: int, reason: str) -> None:
+        body = {"source": "link", "proc": target.proc, "count": None, "from_ns": from_ns, "to_ns": to_ns}
+        self._send(Kind.GAP, {**body, "reason": reason})
 
     def _resolve(self, fd: int, library: str | None) -> Resolved:
         info = os.fstat(fd)
@@ -253,7 +256,8 @@ def open_mapping(pid: int, mapping: Mapping) -> int:
     """
     path = mapping.path.removesuffix(" (deleted)")
     last: OSError | None = None
-    for candidate in (f"{live_path(pid)}/root{path}", f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"):
+    # The mapping itself first; it needs CAP_CHECKPOINT_RESTORE or more, the path does not.
+    for candidate in (f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}", f"{live_path(pid)}/root{path}"):
         try:
             # O_PATH first: opening what the target put there (a pipe, a device) could block or act.
             handle = os.open(candidate, os.O_PATH | os.O_CLOEXEC)

@@ -115,6 +115,7 @@ class Session:
         self.population.adopt(self.settings.pids)
         for target in self.population.live():
             self._inference.search(target)
+        self.look()  # what came while the stacks were searched
         self._slow(self._clock(), told=False)
 
     def run(self, stopping: Callable[[], bool]) -> None:
@@ -243,9 +244,22 @@ class Session:
             self._send_counts(target, now)
         self._send_inflight(now, final=True)
         self._losses.finish(now)
+        self._tell_oddities(now)
         self.outbox.send(Kind.COST, self._costs.measure(now))
         self.outbox.send(Kind.TICK, {"at_ns": now})
         self.outbox.send(Kind.BYE, {"at_ns": now, "reason": self.stop_reason or "error"})
+
+    def _tell_oddities(self, now: int) -> None:
+        """What should never happen; where it did, numbers above may be too small."""
+        rings = (self.tables.vital, self.tables.bulk, self.tables.life)
+        odd = {
+            "times a ring made no sense and was emptied": sum(ring.corrupt for ring in rings),
+            "records of unknown size were skipped": sum(ring.skipped for ring in rings),
+            "times a thread's calls under way could not be read": self.tables.rows.torn,
+        }
+        for what, count in odd.items():
+            if count:
+                self.outbox.send(Kind.NOTE, {"at_ns": now, "proc": None, "text": f"{count} {what}"})
 
     def close(self) -> None:
         """Give every descriptor back; safe to call at any point."""
