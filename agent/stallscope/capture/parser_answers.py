@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["ElfSymbols", "InferredFrame", "ParserFailed", "Symbol", "check_frames", "check_needs", "check_symbols"]
+__all__ = [
+    "ElfSymbols", "Inferred", "InferredFrame", "ParserFailed", "Symbol",
+    "check_frames", "check_inferred", "check_needs", "check_symbols",
+]  # fmt: skip
 
 ADDRESS_LIMIT = 1 << 47
 MAX_SEGMENTS, MAX_NEEDED, MAX_NOTES, MAX_FRAMES, MAX_NEEDS, MAX_NEED_BYTES = 512, 256, 8, 64, 256, 64
@@ -74,6 +77,13 @@ class InferredFrame(NamedTuple):
     slot_addr: int
     return_addr: int
     evidence: str
+
+
+class Inferred(NamedTuple):
+    """Hooked calls a thread is inside, outermost first. `known_to`: below this stack address lies no other."""
+
+    frames: list[InferredFrame]
+    known_to: int
 
 
 def _wrong(what: str) -> ParserFailed:
@@ -181,3 +191,9 @@ def check_frames(value: object, hooks: frozenset[int], sp: int, stack: bytes) ->
         number(frame.return_addr, 0, 1 << 64, "return address")
         _one_of(frame.evidence, ("call_site", "unwound"), "evidence")
     return frames
+
+
+def check_inferred(answer: dict[str, Any], hooks: frozenset[int], sp: int, stack: bytes) -> Inferred:
+    """Check an answer about a thread's stack."""
+    frames = check_frames(answer.get("frames"), hooks, sp, stack)
+    return Inferred(frames, number(answer.get("known_to"), 0, 1 << 64, "known to"))

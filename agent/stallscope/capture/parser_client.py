@@ -21,16 +21,17 @@ import msgpack
 
 from stallscope.capture.parser_answers import (
     ElfSymbols,
+    Inferred,
     InferredFrame,
     ParserFailed,
     Symbol,
-    check_frames,
+    check_inferred,
     check_needs,
     check_symbols,
     text,
 )
 
-__all__ = ["ElfSymbols", "InferredFrame", "ParserClient", "ParserFailed", "Symbol"]
+__all__ = ["ElfSymbols", "Inferred", "InferredFrame", "ParserClient", "ParserFailed", "Symbol"]
 
 NOBODY = 65534
 LENGTH = struct.Struct("<I")
@@ -112,8 +113,8 @@ class ParserClient:
         files: Sequence[int] = (),
         bp: int | None = None,
         deadline_s: float | None = None,
-    ) -> list[InferredFrame]:
-        """Tell which hooked calls a thread is inside, outermost first and innermost last.
+    ) -> Inferred:
+        """Tell which hooked calls a thread is inside.
 
         Args:
             sp, pc, bp: the thread's registers; bp None when unknown.
@@ -138,7 +139,7 @@ class ParserClient:
             memory.update((address, data) for (address, _), data in zip(needs, read(needs), strict=True))
         asked = frozenset(hook for hook, _, _ in hooks)
         with self._distrust():
-            return check_frames(answer.get("frames"), asked, sp, stack)
+            return check_inferred(answer, asked, sp, stack)
 
     @contextlib.contextmanager
     def _distrust(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "is_leaderless",
-           "live_path", "parent_of", "probe_area", "threads_of"]  # fmt: skip
+           "live_path", "parent_of", "probe_area", "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)")
@@ -177,13 +177,22 @@ def executable_mappings(pid: int) -> list[Mapping]:
 
 def probe_area(pid: int) -> tuple[int, int] | None:
     """Where the kernel keeps its return-probe trampoline in this process; None when it has none, or is gone."""
+    return _kernel_area(pid, b"[uprobes]")
+
+
+def vdso_of(pid: int) -> tuple[int, int] | None:
+    """Where the kernel's code for reading clocks is mapped; None when it is not, or the process is gone."""
+    return _kernel_area(pid, b"[vdso]")
+
+
+def _kernel_area(pid: int, name: bytes) -> tuple[int, int] | None:
     try:
         with open(f"{live_path(pid)}/maps", "rb") as file:
             lines = file.read(MAX_MAPS_BYTES).splitlines()
     except OSError:
         return None
     for line in lines:
-        if line.endswith(b"[uprobes]"):
+        if line.endswith(b" " + name) and line.split(b" ")[4] == b"0":
             start, _, end = line.split(b" ", 1)[0].partition(b"-")
             return int(start, 16), int(end, 16)
     return None

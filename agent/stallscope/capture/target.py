@@ -64,13 +64,18 @@ class LinkedLibrary:
 
 @dataclass
 class InferredCall:
-    """A call under way since before the link, as found on the thread's stack."""
+    """A call under way since before the link, as found on the thread's stack.
+
+    Attributes:
+        seen: (sp, pc, checksum of the stack below the slot) when its frame was last found; None while the thread runs.
+    """
 
     tid: int
     hook: int
     slot_addr: int
     return_addr: int
     since_ns: int
+    seen: tuple[int, int, int] | None = None
 
 
 @dataclass

@@ -33,13 +33,14 @@ class Cfa(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The rules at one address. `start`: where the function starts, in the file's addresses."""
+    """The rules at one address. `start`, `end`: the function, in the file's addresses."""
 
     start: int
     cfa: Cfa
     rbp: Rule
     ret: Rule
     signal: bool
+    end: int = 0
 
 
 class Cie(NamedTuple):

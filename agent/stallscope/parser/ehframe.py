@@ -14,32 +14,64 @@ __all__ = ["EhFrame"]
 TABLE_ENCODING = 0x3B  # datarel sdata4: the only form linkers write, and the only one that can be searched
 MAX_ENTRY = 64 << 10
 MAX_FUNCTIONS = 16 << 20
+MAX_LISTED = 16384
 
 
 class EhFrame:
-    """Unwind rows of one ELF file, looked up one address at a time: .eh_frame as a whole is never read."""
+    """Unwind rows of one ELF file, looked up one address at a time: .eh_frame as a whole is read only where a program
+    has no search table, as static ones do."""
 
-    __slots__ = ("count", "elf", "header", "rows", "table")
+    __slots__ = ("cies", "count", "elf", "entries", "header", "rows", "table")
 
     def __init__(self, elf: Elf) -> None:
         """Read the header of the search table.
 
         Raises:
-            ParseError: the file has no such table or an unknown form of it.
+            ParseError: the file has neither such a table, in a known form, nor a section .eh_frame.
         """
+        self.elf = elf
+        self.rows: dict[int, Row | None] = {}
+        self.cies: dict[int, Cie] = {}
+        self.entries: list[tuple[int, int]] = []
+        self.header = self.table = 0
         segment = elf.first(e.PT_GNU_EH_FRAME)
         if segment is None:
-            raise elf.source.error("no unwind table")
+            self._read_section()
+            self.count = len(self.entries)
+            return
         version, pointer, count, table = elf.at(segment.vaddr, 4)
         if version != 1 or table != TABLE_ENCODING or count != 0x03 or pointer & 0x0F not in (0x03, 0x0B):
             raise elf.source.error("an unknown form of unwind table")
-        self.elf = elf
         self.header = segment.vaddr
         self.table = segment.vaddr + 12
         (self.count,) = struct.unpack("<I", elf.at(segment.vaddr + 8, 4))
-        self.rows: dict[int, Row | None] = {}
         if not 0 < self.count <= MAX_FUNCTIONS:
             raise elf.source.error(f"an unwind table of {self.count} functions")
+
+    def _read_section(self) -> None:
+        """Make the search table from the section; damage ends it early."""
+        section = self.elf.section(b".eh_frame")
+        if section is None:
+            raise self.elf.source.error("no unwind table")
+        at, end = section.vaddr, section.vaddr + section.size
+        for _ in range(MAX_LISTED):
+            if at + 8 > end:
+                break
+            try:
+                length, back = struct.unpack("<II", self.elf.at(at, 8))
+                if length and back:
+                    start = self._start(at, back)
+                    self.entries.append((start, at))
+            except ParseError:
+                break
+            at += 4 + length
+        self.entries.sort()
+
+    def _start(self, address: int, back: int) -> int:
+        """Return where the function of an entry starts."""
+        cie = self._cie(address + 4 - back)
+        body = Bytes(self.elf.at(address + 8, 8))
+        return _pointer(body, cie.pointer_encoding, address + 8)
 
     def row(self, pc: int) -> Row | None:
         """Return the rules at a virtual address, or None where no entry covers it or the entry is damaged."""
@@ -63,6 +95,8 @@ class EhFrame:
 
     def _entry(self, index: int) -> tuple[int, int]:
         """Return (first address of the function, address of its entry)."""
+        if self.entries:
+            return self.entries[index]
         start, entry = struct.unpack("<ii", self.elf.at(self.table + index * 8, 8))
         return self.header + start, self.header + entry
 
@@ -79,7 +113,7 @@ class EhFrame:
             return None
         if cie.augmented:
             body.take(body.uleb())
-        return evaluate(cie, start, body.data[body.at :], pc)
+        return evaluate(cie, start, body.data[body.at :], pc)._replace(end=start + length)
 
     def _body(self, address: int) -> Bytes:
         """Return an entry without its length field, so that byte 0 lies at `address` + 4."""
@@ -89,7 +123,12 @@ class EhFrame:
         return Bytes(self.elf.at(address + 4, length))
 
     def _cie(self, address: int) -> Cie:
-        """Read a shared entry."""
+        """Return a shared entry."""
+        if address not in self.cies:
+            self.cies[address] = self._read_cie(address)
+        return self.cies[address]
+
+    def _read_cie(self, address: int) -> Cie:
         body = self._body(address)
         if body.uint(4) != 0 or body.uint(1) not in (1, 3):
             raise self.elf.source.error("a damaged shared unwind entry")

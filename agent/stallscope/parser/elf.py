@@ -18,7 +18,7 @@ DT_NEEDED, DT_HASH, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_SONAME = 1, 4, 5, 6, 10, 
 DT_GNU_HASH, DT_VERSYM, DT_FLAGS_1 = 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFB
 DF_1_PIE = 0x08000000
 MAX_SEGMENTS, MAX_SECTIONS, MAX_DYNAMIC, MAX_NOTES = 512, 65536, 4096, 65536
-MAX_NEEDED, MAX_NAME = 256, 512
+MAX_NEEDED, MAX_NAME, MAX_NAMED = 256, 512, 256
 
 _EHDR = struct.Struct("<16sHHIQQQIHHHHHH")
 _PHDR = struct.Struct("<IIQQQQQQ")
@@ -38,19 +38,30 @@ class Segment(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One section header; offsets, addresses and sizes in bytes."""
+    """One section header; offsets, addresses and sizes in bytes. `name`: offset in the table of section names."""
 
     kind: int
     vaddr: int
     offset: int
     size: int
     link: int
+    name: int
 
 
 class Elf:
     """The headers of one ELF file. Nothing in them has been checked but the ranges that were read."""
 
-    __slots__ = ("dynamic", "kind", "loads", "machine", "needed_offsets", "sections", "segments", "source")
+    __slots__ = (
+        "dynamic",
+        "kind",
+        "loads",
+        "machine",
+        "names_index",
+        "needed_offsets",
+        "sections",
+        "segments",
+        "source",
+    )
 
     def __init__(self, source: Source, kind: int, machine: int, segments: list[Segment]) -> None:
         self.source = source
@@ -59,12 +70,26 @@ class Elf:
         self.segments = segments
         self.loads = [s for s in segments if s.kind == PT_LOAD]
         self.sections: list[Section] = []
+        self.names_index = 0
         self.dynamic: dict[int, int] = {}
         self.needed_offsets: list[int] = []
 
     def first(self, kind: int) -> Segment | None:
         """Return the first segment of a kind, or None."""
         return next((s for s in self.segments if s.kind == kind), None)
+
+    def section(self, name: bytes) -> Section | None:
+        """Return the first section of a name (at most 32 bytes), or None."""
+        if not 0 < self.names_index < len(self.sections):
+            return None
+        names = self.sections[self.names_index]
+        wanted = name + b"\0"
+        for section in self.sections[:MAX_NAMED]:
+            at = names.offset + section.name
+            inside = section.name < names.size and at + len(wanted) <= self.source.size
+            if inside and self.source.read(at, len(wanted)) == wanted:
+                return section
+        return None
 
     def offset_of(self, vaddr: int, *, executable: bool = False) -> int | None:
         """Return the file offset of a virtual address, or None where no (executable) segment holds it."""
@@ -151,6 +176,7 @@ def load(source: Source) -> Elf:
     kind, machine, phoff, phentsize, phnum = fields[1], fields[2], fields[5], fields[9], fields[10]
     elf = Elf(source, kind, machine, _segments(source, phoff, phentsize, phnum))
     elf.sections = _sections(source, fields[6], fields[11], fields[12])
+    elf.names_index = fields[13]
     _load_dynamic(elf)
     return elf
 
@@ -175,7 +201,7 @@ def _sections(source: Source, offset: int, entsize: int, count: int) -> list[Sec
         table = _SHDR.iter_unpack(source.read(offset, count * entsize))
     except ParseError:
         return []
-    return [Section(k, va, off, size, link) for _n, k, _f, va, off, size, link, _i, _a, _e in table]
+    return [Section(k, va, off, size, link, name) for name, k, _f, va, off, size, link, _i, _a, _e in table]
 
 
 def _load_dynamic(elf: Elf) -> None:

@@ -1,10 +1,13 @@
 """The request "infer": which hooked calls a thread was already inside, from a copy of its stack.
 
-A word on a stack may be left over from a call that returned long ago. So a frame counts only with a proof:
+A word on a stack may be left over from a call that returned long ago, with all of that call's frames: how it looks
+proves nothing. So a frame counts only when the thread's own frames, unwound from its program counter without a gap,
+lead through it. It is a hook's when the call before its return address goes there (`call_site`), or when the frame
+below it lies in the hook's body (`unwound`).
 
-* the thread's frames, unwound from its program counter, lead through it (then nothing else up to there counts);
-* where the tables or registers don't lead on, a return address behind a call that goes to the hook (`call_site`), or
-  a return address inside the hook from which one unwinding step leads exactly to the slot (`unwound`).
+Where the frames lead into the program, the search ends: a hooked function does not call it back. Only a blocked thread
+whose innermost code has no unwind table at all is searched word by word (`_search_words`): then the first return
+address outside that code must lie in a hooked library.
 """
 
 from __future__ import annotations
@@ -12,18 +15,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-from stallscope.parser.cfi import RBP
 from stallscope.parser.errors import ParseError
-from stallscope.parser.machine import CALL_BYTES, STUB_BYTES, Call, call_before, stub_pointer
 from stallscope.parser.source import Source
-from stallscope.parser.unwind import Chain, Frame, chain, is_call_slot, row_of, step
-from stallscope.parser.view import WORD, Range, View
+from stallscope.parser.unwind import Chain, Frame, call_at, chain, destinations, row_of
+from stallscope.parser.view import ADDRESS_LIMIT, Range, View
 
 __all__ = ["infer"]
 
 MAX_STACK = 64 << 10
 MAX_HOOKS, MAX_RANGES, MAX_MEMORY = 4096, 65536, 2048
-MAX_SITES, MAX_BODIES, MAX_GUESSES, MAX_ANSWER = 2048, 256, 1024, 64
+MAX_SITES, MAX_ANSWER = 2048, 64
 
 
 class Hook(NamedTuple):
@@ -34,32 +35,84 @@ class Hook(NamedTuple):
     number: int
 
 
-class Body(NamedTuple):
-    """A return address (or the pc) inside a hook. `slot`: where it stands (below the stack for the pc); `out`: slot
-    of the hook's own return address, None when it can't be computed."""
+class Library(NamedTuple):
+    """Code that holds hooks: a whole file, or of a program that contains the library the hull of its hooks."""
 
-    hook: Hook
-    slot: int
-    out: int | None
+    whole: bool
+    start: int
+    end: int
+
+
+class Finding(NamedTuple):
+    """Frames [hook, slot, return address, evidence], innermost first. `known_to`: no hook's frame that is not among
+    them lies below this stack address."""
+
+    frames: list[list[Any]]
+    known_to: int
 
 
 class _Search:
-    """One inference: the candidates found so far."""
+    """One inference: the thread's memory, and where hooks are."""
 
-    def __init__(self, view: View, hooks: list[Hook]) -> None:
+    def __init__(self, view: View, hooks: list[Hook], pc: int) -> None:
         self.view = view
         self.hooks = sorted(hooks)
         self.starts = [h.start for h in self.hooks]
         self.by_start = {h.start: h for h in reversed(self.hooks)}
-        self.bodies: list[Body] = []
-        self.sites: dict[int, tuple[int, Call]] = {}
-        self.first_seen: dict[int, int] = {}
+        where = view.range_of(pc)
+        self.inner = _key(where) if where else None
+        self.libraries: dict[int, Library] = {}
+        for hook in self.hooks:
+            self._add_library(hook)
+
+    def _add_library(self, hook: Hook) -> None:
+        where = self.view.range_of(hook.start)
+        if where is None:
+            return
+        key = _key(where)
+        known = self.libraries.get(key)
+        if known:
+            self.libraries[key] = known._replace(end=max(known.end, hook.end))
+            return
+        elf = self.view.elf(where.file)
+        # Of a file that can't be read nobody knows whether it is a program.
+        whole = not elf.is_program() if elf else key != self.inner
+        self.libraries[key] = Library(whole, hook.start, hook.end)
+
+    def hooked(self, address: int) -> bool:
+        """Tell whether an address lies in code that holds hooks."""
+        where = self.view.range_of(address)
+        library = self.libraries.get(_key(where)) if where else None
+        return library is not None and (library.whole or library.start <= address < library.end)
+
+    def may_read(self, address: int) -> bool:
+        """Tell whether frames in the code at an address are worth some effort: not those of a program without hooks."""
+        where = self.view.range_of(address)
+        if where is None or _key(where) in self.libraries:
+            return where is not None
+        elf = self.view.elf(where.file)
+        return elf is not None and not elf.is_program()
+
+    def is_inner(self, address: int) -> bool:
+        """Tell whether an address lies in the file that the thread's pc is in."""
+        where = self.view.range_of(address)
+        return where is not None and _key(where) == self.inner
 
     def hook_around(self, pc: int) -> Hook | None:
         """Return the hook whose body holds an address; of aliases the lowest number."""
         index = bisect_right(self.starts, pc) - 1
         hook = self.by_start[self.starts[index]] if index >= 0 else None
         return hook if hook and pc < hook.end else None
+
+    def called(self, slot: int) -> Hook | None:
+        """Return the hook that the call before the return address at a slot goes to."""
+        site = call_at(self.view, slot)
+        found = [self.by_start[to] for to in destinations(self.view, site[1]) if to in self.by_start] if site else []
+        return found[0] if found else None
+
+
+def _key(where: Range) -> int:
+    return where.file if where.file >= 0 else -where.start
 
 
 def infer(request: dict[str, Any], sources: list[Source]) -> dict[str, Any]:
@@ -71,18 +124,19 @@ def infer(request: dict[str, Any], sources: list[Source]) -> dict[str, Any]:
         sources: the files that maps refers to by index.
 
     Returns:
-        {need: [[address, length]]} when memory is missing, else {frames: [[hook, slot, return_address, evidence]]},
-        outermost first, innermost last.
+        {need: [[address, length]]} when memory is missing, else {frames: [[hook, slot, return_address, evidence]],
+        outermost first, innermost last, known_to: below this stack address lies no other}.
 
     Raises:
         ParseError: the request is out of bounds.
     """
     view = _view(request, sources)
-    search = _Search(view, _hooks(request["hooks"]))
-    frames = _find(search, _address(request["pc"]), request.get("bp"))
+    pc, bp = _address(request["pc"]), request.get("bp")
+    search = _Search(view, _hooks(request["hooks"]), pc)
+    finding = _find(search, Frame(pc, view.sp, None if bp is None else _address(bp)))
     if view.needs and not request["final"]:
         return {"need": [[address, length] for address, length in view.needs.items()]}
-    return {"frames": frames}
+    return {"frames": finding.frames[:MAX_ANSWER][::-1], "known_to": min(finding.known_to, ADDRESS_LIMIT)}
 
 
 def _view(request: dict[str, Any], sources: list[Source]) -> View:
@@ -111,129 +165,99 @@ def _address(value: object) -> int:
     return value
 
 
-def _find(search: _Search, pc: int, bp: int | None) -> list[list[Any]]:
-    """Collect candidates, then keep those with a proof; outermost first."""
-    links = chain(search.view, pc, bp)
-    _follow_chain(search, links)
-    if not links.complete:
-        _note_stuck(search, links, pc)
-        _scan_stack(search, links.floor)
-    _see(search, pc, search.view.sp - 8)
-    frames = [f for slot in sorted(search.sites, reverse=True) for f in _judge(search, slot)]
-    return frames[-MAX_ANSWER:]
+def _find(search: _Search, innermost: Frame) -> Finding:
+    """Unwind from the pc; where that is not possible from the first frame on, look at the words."""
+    links = chain(search.view, innermost, search.may_read)
+    frames = _proven(search, links)
+    stuck = links.stuck
+    if stuck is None or _left(search, links):
+        return Finding(frames, _known_to(search, links))
+    if search.hooked(stuck.pc):
+        return _resumed(search, links, frames)
+    blocked = innermost.bp is None
+    if blocked and search.is_inner(stuck.pc) and not frames and _without_table(search.view, stuck.pc):
+        return Finding(_search_words(search, stuck.sp), stuck.sp)
+    return Finding(frames, stuck.sp)
 
 
-def _follow_chain(search: _Search, links: Chain) -> None:
-    """Take the unwound frames: each one's return slot is certain, and so is the way out of a hook's body."""
-    slot = search.view.sp - 8
-    for frame, out in links.frames:
-        hook = search.hook_around(frame.pc)
-        if hook:
-            search.bodies.append(Body(hook, slot, out))
-        ret = search.view.stack_word(out)
-        if ret is not None:
-            _see(search, ret, out)
-            _add_site(search, out, ret)
-        slot = out
-
-
-def _note_stuck(search: _Search, links: Chain, pc: int) -> None:
-    """The frame where unwinding stopped may be a hook's: note it, with a guess where its return address is."""
-    slot = links.frames[-1][1] if links.frames else search.view.sp - 8
-    ret = search.view.stack_word(slot)
-    inner = pc if not links.frames else ret - 1 if ret is not None else 0
-    hook = search.hook_around(inner)
-    if hook:
-        search.bodies.append(Body(hook, slot, _guess(search, Frame(inner, links.floor, None))))
-
-
-def _scan_stack(search: _Search, floor: int) -> None:
-    """Take every word above the proven frames that points into code."""
-    view = search.view
-    start = max(view.sp, floor + 7 & ~7)
-    words = WORD.iter_unpack(view.stack[start - view.sp : len(view.stack) - len(view.stack) % 8])
-    for slot, (word,) in zip(range(start, view.end, 8), words, strict=False):
-        if view.range_of(word) is None:
-            continue
-        _see(search, word, slot)
-        _add_site(search, slot, word)
-        hook = search.hook_around(word - 1)
-        if hook and len(search.bodies) < MAX_BODIES:
-            search.bodies.append(Body(hook, slot, _way_out(search, Frame(word - 1, slot + 8, None))))
-
-
-def _see(search: _Search, address: int, slot: int) -> None:
-    """Remember the lowest slot at which a file's code shows up."""
-    where = search.view.range_of(address)
-    if where is not None:
-        key = where.file if where.file >= 0 else -where.start
-        search.first_seen[key] = min(slot, search.first_seen.get(key, slot))
-
-
-def _add_site(search: _Search, slot: int, ret: int) -> None:
-    """Keep a slot whose word stands behind a call instruction."""
-    if slot not in search.sites and len(search.sites) < MAX_SITES:
-        call = call_before(search.view.code(ret - CALL_BYTES, CALL_BYTES) or b"", ret)
-        if call:
-            search.sites[slot] = (ret, call)
-
-
-def _way_out(search: _Search, frame: Frame) -> int | None:
-    """Return the slot of a hook's return address, from a frame inside it found by its return address alone."""
-    out = step(search.view, frame)
-    return out.slot if out else _guess(search, frame)
-
-
-def _guess(search: _Search, frame: Frame) -> int | None:
-    """Find the way out of a frame that counts from an rbp nobody told: code below it may have saved that."""
-    row = row_of(search.view, frame.pc)
-    if row is None or row.cfa.register != RBP or row.cfa.deref:
-        return None
-    below = range(frame.sp - 16, max(search.view.sp, frame.sp - 8 * MAX_GUESSES) - 8, -8)
-    saved = [search.view.stack_word(slot) for slot in below]
-    for bp in saved:
-        slot = (bp or 0) + row.cfa.offset - 8
-        if slot > frame.sp and is_call_slot(search.view, slot):
-            return slot
-    return None
-
-
-def _judge(search: _Search, slot: int) -> list[list[Any]]:
-    """Return the frames proven at one slot: usually none or one; two where one hook jumps into another."""
-    ret, call = search.sites[slot]
-    proven = {b.hook for b in search.bodies if b.out == slot}
-    called = _called_hook(search, call)
-    frames: list[list[Any]] = []
-    if called and (called in proven or _plausible(search, called, slot)):
-        frames.append([called.number, slot, ret, "call_site"])
-    for hook in sorted(proven - {called}):
-        frames.append([hook.number, slot, ret, "unwound"])
-    return frames
-
-
-def _called_hook(search: _Search, call: Call) -> Hook | None:
-    """Return the hook a call goes to: directly, through a word in memory, or through a PLT stub and its word."""
-    pointer = call.pointer
-    if call.target is not None:
-        hook = search.by_start.get(call.target)
-        if hook:
-            return hook
-        pointer = stub_pointer(search.view.code(call.target, STUB_BYTES) or b"", call.target)
-    word = search.view.word(pointer) if pointer is not None else None
-    return search.by_start.get(word) if word is not None else None
-
-
-def _plausible(search: _Search, hook: Hook, slot: int) -> bool:
-    """Tell whether a call to a hook may still be under way though no unwinding step proves it.
-
-    A return address inside the hook that leads elsewhere, and none that can't be followed, says: a leftover. Without
-    any (the function jumped into another one) its library must at least be on the stack below.
-    """
-    inside = [b for b in search.bodies if b.hook == hook and b.slot < slot]
-    if inside:
-        return any(b.out is None for b in inside)
-    where = search.view.range_of(hook.start)
-    if where is None:
+def _left(search: _Search, links: Chain) -> bool:
+    """Tell whether the frames have come from the innermost code, or from hooked code, to the code that calls it."""
+    if links.stuck is None or search.hooked(links.stuck.pc):
         return False
-    key = where.file if where.file >= 0 else -where.start
-    return search.first_seen.get(key, slot) < slot
+    return not search.is_inner(links.stuck.pc) or any(search.hooked(f.pc) for f, _ in links.frames)
+
+
+def _known_to(search: _Search, links: Chain) -> int:
+    """Return up to which stack address unwound frames say where hooks' frames are. The last may span more than the
+    copy of the stack."""
+    if links.stuck is None:
+        return max([search.view.end, *(slot for _, slot in links.frames[-1:])])
+    return ADDRESS_LIMIT if _left(search, links) else links.stuck.sp
+
+
+def _without_table(view: View, pc: int) -> bool:
+    """Tell whether nothing is known of the code at an address: no unwind rules, and no sign of a program."""
+    where = view.range_of(pc)
+    elf = view.elf(where.file) if where else None
+    return where is not None and row_of(view, pc) is None and not (elf and elf.is_program())
+
+
+def _proven(search: _Search, links: Chain) -> list[list[Any]]:
+    """Return the hooks' frames among unwound ones: two at one slot where one hook jumps into another."""
+    found: list[list[Any]] = []
+    for frame, slot in links.frames:
+        ret = search.view.stack_word(slot)
+        if ret is None:
+            continue
+        called, around = search.called(slot), search.hook_around(frame.pc)
+        if around and around != called:
+            found.append([around.number, slot, ret, "unwound"])
+        if called:
+            found.append([called.number, slot, ret, "call_site"])
+    return found
+
+
+def _resumed(search: _Search, links: Chain, frames: list[list[Any]]) -> Finding:
+    """Go on where a frame in hooked code needs an rbp that is not known: by the one call of its function further up."""
+    stuck = links.stuck
+    row = row_of(search.view, stuck.pc) if stuck else None
+    place = search.view.file_address(stuck.pc) if stuck else None
+    if stuck is None or row is None or place is None or stuck.bp is not None or row.cfa.deref:
+        return Finding(frames, stuck.sp if stuck else search.view.end)
+    start = stuck.pc - (place[1] - row.start)
+    slots = range(stuck.sp, min(search.view.end, stuck.sp + 8 * MAX_SITES), 8)
+    callers = [s for s in slots if (site := call_at(search.view, s)) and start in destinations(search.view, site[1])]
+    if len(callers) != 1:
+        return Finding(frames, stuck.sp)
+    more = chain(search.view, stuck._replace(bp=callers[0] + 8 - row.cfa.offset), search.may_read)
+    return Finding([*frames, *_proven(search, more)], _known_to(search, more))
+
+
+def _search_words(search: _Search, floor: int) -> list[list[Any]]:
+    """Look for the first frame outside the innermost code word by word, and unwind from there."""
+    view = search.view
+    for slot in range(floor + 7 & ~7, min(view.end, floor + 8 * MAX_SITES), 8):
+        site = call_at(view, slot)
+        if site is None or (search.is_inner(site[0] - 1) and not search.hooked(site[0] - 1)):
+            continue
+        if not search.hooked(site[0] - 1):
+            return []
+        links = chain(view, Frame(site[0] - 1, slot + 8, None), search.may_read)
+        return _proven(search, links) if links.frames else _way_out(search, slot)
+    return []
+
+
+def _way_out(search: _Search, inside: int) -> list[list[Any]]:
+    """Without any table: the first call above that goes into hooked code from outside must go to a hook, and a return
+    address inside that hook must lie below it."""
+    view, bodies = search.view, set()
+    for slot in range(inside, min(view.end, inside + 8 * MAX_SITES), 8):
+        site = call_at(view, slot)
+        if site is None:
+            continue
+        if search.hooked(site[0] - 1):
+            bodies.add(search.hook_around(site[0] - 1))
+        elif any(search.hooked(to) for to in destinations(view, site[1])):
+            hook = search.called(slot)
+            return [[hook.number, slot, site[0], "call_site"]] if hook in bodies and hook else []
+    return []

@@ -1,11 +1,11 @@
-"""x86-64 machine code round a call: the call before a return address, PLT stubs, and the frame-pointer prologue."""
+"""x86-64 machine code round a call: the one before a return address, and PLT stubs."""
 
 from __future__ import annotations
 
 import struct
 from typing import NamedTuple
 
-__all__ = ["CALL_BYTES", "STUB_BYTES", "Call", "call_before", "frame_size", "stub_pointer"]
+__all__ = ["CALL_BYTES", "STUB_BYTES", "Call", "call_before", "stub_pointer"]
 
 CALL_BYTES = 8
 STUB_BYTES = 32
@@ -74,35 +74,3 @@ def stub_pointer(code: bytes, address: int) -> int | None:
     if code[at : at + 2] != b"\xff\x25" or at + 6 > len(code):
         return None
     return int(address + at + 6 + struct.unpack_from("<i", code, at + 2)[0])
-
-
-def frame_size(code: bytes) -> int | None:
-    """Return how far below rbp the stack pointer of a frame-pointer function stands after its prologue, in bytes.
-
-    Args:
-        code: the function's first bytes, from the file: in memory the first may be a breakpoint.
-
-    Returns:
-        The distance, or None when the function doesn't start `push %rbp; mov %rsp,%rbp; push…; sub $n,%rsp`.
-    """
-    at = 4 if code[:4] == ENDBR64 else 0
-    if code[at : at + 4] not in (b"\x55\x48\x89\xe5", b"\x55\x48\x8b\xec"):
-        return None
-    at, pushed = _pushes(code, at + 4)
-    if code[at : at + 3] == b"\x48\x83\xec" and len(code) > at + 3:
-        return pushed + code[at + 3]
-    if code[at : at + 3] == b"\x48\x81\xec" and len(code) >= at + 7:
-        return pushed + int(struct.unpack_from("<I", code, at + 3)[0])
-    return pushed
-
-
-def _pushes(code: bytes, at: int) -> tuple[int, int]:
-    """Step over push instructions; return (position behind them, bytes they pushed)."""
-    pushed = 0
-    while at + 1 < len(code):
-        width = 2 if code[at] == 0x41 else 1
-        if code[at + width - 1] & 0xF8 != 0x50:
-            break
-        at += width
-        pushed += 8
-    return at, pushed

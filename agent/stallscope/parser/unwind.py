@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from stallscope.parser.cfi import RBP, RSP, Cfa, Row, Rule
-from stallscope.parser.machine import CALL_BYTES, call_before, frame_size
+from stallscope.parser.depth import depth_at
+from stallscope.parser.machine import CALL_BYTES, STUB_BYTES, Call, call_before, stub_pointer
 from stallscope.parser.view import ADDRESS_LIMIT, View
 
-__all__ = ["Chain", "Frame", "Step", "chain", "is_call_slot", "row_of", "step"]
+__all__ = ["Chain", "Frame", "Step", "call_at", "chain", "destinations", "row_of", "step"]
 
 MAX_FRAMES = 512
-PROLOGUE_BYTES = 32
+MAX_FUNCTION = 64 << 10
+MAX_READ_CODE = 12
 
 
 class Frame(NamedTuple):
@@ -32,12 +35,11 @@ class Step(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Frames from the innermost outwards. `floor`: stack address up to which they are proven; `complete`: the rest of
-    the stack copy holds no further frame."""
+    """Frames from the innermost outwards, each with the slot of its return address. `stuck`: the frame whose caller is
+    not known; None when the rest of the stack copy holds no further frame."""
 
     frames: list[tuple[Frame, int]]
-    floor: int
-    complete: bool
+    stuck: Frame | None
 
 
 def row_of(view: View, pc: int) -> Row | None:
@@ -47,13 +49,17 @@ def row_of(view: View, pc: int) -> Row | None:
     return table.row(place[1]) if place and table else None
 
 
-def step(view: View, frame: Frame) -> Step | None:
-    """Go from a frame to its caller; None when the tables or the known registers don't say how."""
+def step(view: View, frame: Frame, *, read_code: bool = False) -> Step | None:
+    """Go from a frame to its caller; None when the tables or the known registers don't say how.
+
+    Args:
+        read_code: where only rbp is missing, find it by the function's own instructions.
+    """
     row = row_of(view, frame.pc)
     if row is None:
         return None
-    if frame.bp is None and row.cfa.register == RBP:
-        frame = frame._replace(bp=_prologue_bp(view, frame, row))
+    if frame.bp is None and row.cfa.register == RBP and read_code:
+        frame = frame._replace(bp=_bp_by_code(view, frame, row))
     cfa = _cfa(view, row.cfa, frame)
     if cfa is None or not frame.sp < cfa < ADDRESS_LIMIT or cfa & 7:
         return None
@@ -69,42 +75,70 @@ def step(view: View, frame: Frame) -> Step | None:
     return Step(slot, Frame(ret if row.signal else ret - 1, cfa, _caller_bp(view, row.rbp, cfa, frame)))
 
 
-def chain(view: View, pc: int, bp: int | None) -> Chain:
-    """Unwind from the innermost frame as far as tables, registers and the copy of the stack lead."""
-    frame = Frame(pc, view.sp, bp)
+def chain(view: View, frame: Frame, may_read: Callable[[int], bool]) -> Chain:
+    """Unwind from a frame as far as tables, registers and the copy of the stack lead.
+
+    Args:
+        may_read: tells whether it is worth to read the instructions of the function at an address.
+    """
     frames: list[tuple[Frame, int]] = []
+    budget = MAX_READ_CODE
     while len(frames) < MAX_FRAMES:
-        out = step(view, frame)
+        read_code = budget > 0 and frame.bp is None and _counts_from_rbp(view, frame.pc) and may_read(frame.pc)
+        budget -= read_code
+        out = step(view, frame, read_code=read_code)
         if out is None:
-            return Chain(frames, frame.sp, complete=False)
+            return Chain(frames, frame)
         frames.append((frame, out.slot))
         if out.caller is None:
-            return Chain(frames, view.end, complete=True)
+            return Chain(frames, None)
         frame = out.caller
-    return Chain(frames, frame.sp, complete=False)
+    return Chain(frames, frame)
 
 
-def is_call_slot(view: View, slot: int) -> bool:
-    """Tell whether the word at a stack slot stands behind a call."""
+def _counts_from_rbp(view: View, pc: int) -> bool:
+    row = row_of(view, pc)
+    return row is not None and row.cfa.register == RBP
+
+
+def call_at(view: View, slot: int) -> tuple[int, Call] | None:
+    """Return (return address, the call before it) for the word at a stack slot; None when it is no return address."""
     ret = view.stack_word(slot)
     if ret is None or view.range_of(ret) is None:
-        return False
-    return call_before(view.code(ret - CALL_BYTES, CALL_BYTES) or b"", ret) is not None
+        return None
+    call = call_before(view.code(ret - CALL_BYTES, CALL_BYTES) or b"", ret)
+    return (ret, call) if call else None
 
 
-def _prologue_bp(view: View, frame: Frame, row: Row) -> int | None:
-    """Compute rbp from how far below it the function's first instructions put the stack pointer.
+def destinations(view: View, call: Call) -> list[int]:
+    """Return where a call goes: its target, and behind a PLT stub or a word in memory what that word says.
 
-    The kernel tells a blocked thread's sp and pc only, and code below may never have saved rbp. A function that moves
-    sp further (alloca, pushed arguments) is caught by what stands at the slot: no return address.
+    Empty when only registers knew, or the word is not known yet.
     """
+    found = [call.target] if call.target is not None else []
+    pointer = call.pointer
+    if call.target is not None:
+        pointer = stub_pointer(view.code(call.target, STUB_BYTES) or b"", call.target)
+    word = view.word(pointer) if pointer is not None else None
+    return found if word is None else [*found, word]
+
+
+def _bp_by_code(view: View, frame: Frame, row: Row) -> int | None:
+    """Compute rbp from how far below it the function's instructions have put the stack pointer at its pc."""
     place = view.file_address(frame.pc)
-    if place is None:
+    if place is None or row.cfa.deref:
         return None
-    size = frame_size(view.code(frame.pc - (place[1] - row.start), PROLOGUE_BYTES) or b"")
-    if size is None or row.cfa.deref or not is_call_slot(view, frame.sp + size + row.cfa.offset - 8):
+    start = frame.pc - (place[1] - row.start)
+    code = view.code(start, min(row.end - row.start, MAX_FUNCTION))
+    depth = depth_at(code, frame.pc - start) if code else None
+    if depth is None:
         return None
-    return frame.sp + size
+    # rbp is 16-byte aligned in a function that aligns its stack further: it begins with one push.
+    for bp in range(frame.sp + depth.size, frame.sp + depth.size + max(depth.slack, 1), 8):
+        site = call_at(view, bp + row.cfa.offset - 8)
+        if site and (not depth.slack or (bp & 15 == 0 and start in destinations(view, site[1]))):
+            return bp
+    return None
 
 
 def _cfa(view: View, rule: Cfa, frame: Frame) -> int | None:
