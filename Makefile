@@ -17,6 +17,7 @@ APT := python3 python3-venv python3-dev python3-bpfcc gcc make libc6-dev linux-l
        bpftool bpftrace libcap2-bin iproute2
 PROBES := $(wildcard probes/*.h probes/*.c) native/wire.h
 BPF_OBJECT := $(BUILD)/probes/stallscope.bpf.o
+NO_COOKIES_OBJECT := $(BUILD)/probes/stallscope.nocookies.bpf.o
 MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
@@ -47,14 +48,15 @@ $(BUILD)/drain.stamp: $(VENV)/installed.stamp $(wildcard native/drain/*) native/
 	$(Q)$(PY) native/drain/build_drain.py $(QUIET)
 	@touch $@
 
-$(BPF_OBJECT): $(BUILD)/apt.stamp $(PROBES)
+$(NO_COOKIES_OBJECT): NO_COOKIES := -DNO_COOKIES
+$(BPF_OBJECT) $(NO_COOKIES_OBJECT): $(BUILD)/apt.stamp $(PROBES)
 	$(call say,clang,$@)
 	@mkdir -p $(@D)
-	$(Q)clang -O2 -g -target bpf -mcpu=v3 -D__TARGET_ARCH_$(BPF_ARCH) -DWIRE_BPF -Wall -Wextra -Wno-unused-parameter -Werror \
+	$(Q)clang -O2 -g -target bpf -mcpu=v3 -D__TARGET_ARCH_$(BPF_ARCH) -DWIRE_BPF $(NO_COOKIES) -Wall -Wextra -Wno-unused-parameter -Werror \
 	  -I/usr/include/$(MULTIARCH) -Inative -Iprobes -c probes/stallscope.bpf.c -o $@
 	$(Q)llvm-strip -g $@ 2>/dev/null || true
 
-build: $(BUILD)/drain.stamp $(BPF_OBJECT) ## everything that is compiled
+build: $(BUILD)/drain.stamp $(BPF_OBJECT) $(NO_COOKIES_OBJECT) ## everything that is compiled
 	$(call say,make,native/sim tests/targets)
 	$(Q)$(MAKE) -s -C native/sim OUT=../../$(BUILD)/sim V=$(V)
 	$(Q)$(MAKE) -s -C tests/targets OUT=../../$(BUILD)/targets V=$(V)

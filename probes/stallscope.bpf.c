@@ -4,7 +4,8 @@
  *   wait_enter  entry of a paired call: count, push an in-flight frame
  *   nccl_enter  the same, with sequence number, unique id and a record at once
  *   pair_return return of any paired call: pop the frame, time, maybe record
- * and three raw tracepoints for threads and processes. */
+ * and three raw tracepoints for threads and processes.
+ * -DNO_COOKIES, for kernels before 5.15: instead of the families a program for each of few probes (per_hook.h). */
 #include "dialect.h"
 #include "wire.h"
 #include "maps.h"
@@ -225,6 +226,9 @@ INL int do_return(struct pt_regs *ctx, u64 cookie) {
   return 0;
 }
 
+#ifdef NO_COOKIES
+#include "per_hook.h"
+#else
 ON("uprobe") int launch(struct pt_regs *ctx) {
   return do_launch(ctx, bpf_get_attach_cookie(ctx));
 }
@@ -237,5 +241,6 @@ ON("uprobe") int nccl_enter(struct pt_regs *ctx) {
 ON("uprobe") int pair_return(struct pt_regs *ctx) {
   return do_return(ctx, bpf_get_attach_cookie(ctx));
 }
+#endif
 
 #include "life.h"

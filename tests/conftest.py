@@ -76,24 +76,26 @@ def needs_root() -> None:
         unavailable("not root")
 
 
+def _compiled(clang: str, path: Path, *more: str) -> Path:
+    arch = {"x86_64": "x86", "aarch64": "arm64"}[platform.machine()]
+    flags = ["-O2", "-g", "-target", "bpf", "-mcpu=v3", f"-D__TARGET_ARCH_{arch}", "-DWIRE_BPF", *more, "-c"]
+    folders = [f"{ROOT}/native", f"{ROOT}/probes", f"/usr/include/{platform.machine()}-linux-gnu"]
+    command = [clang, *flags, *(f"-I{folder}" for folder in folders), f"{ROOT}/probes/stallscope.bpf.c"]
+    subprocess.run([*command, "-o", str(path)], check=True, capture_output=True, text=True)
+    return path
+
+
 @pytest.fixture(scope="session")
 def bpf_object(tmp_path_factory: pytest.TempPathFactory, needs_tool: Callable[[str], str]) -> Path:
     """The programs, compiled from this tree's source: the one in build/ may be older."""
-    clang = needs_tool("clang")
-    path = tmp_path_factory.mktemp("bpf") / "stallscope.bpf.o"
-    arch = {"x86_64": "x86", "aarch64": "arm64"}[platform.machine()]
-    flags = ["-O2", "-g", "-target", "bpf", f"-D__TARGET_ARCH_{arch}", "-DWIRE_BPF", "-c"]
-    folders = [f"{ROOT}/native", f"{ROOT}/probes", f"/usr/include/{platform.machine()}-linux-gnu"]
-    command = [
-        clang,
-        *flags,
-        *(f"-I{folder}" for folder in folders),
-        f"{ROOT}/probes/stallscope.bpf.c",
-        "-o",
-        str(path),
-    ]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return path
+    return _compiled(needs_tool("clang"), tmp_path_factory.mktemp("bpf") / "stallscope.bpf.o")
+
+
+@pytest.fixture(scope="session")
+def no_cookies_object(tmp_path_factory: pytest.TempPathFactory, needs_tool: Callable[[str], str]) -> Path:
+    """The same for kernels without link cookies."""
+    path = tmp_path_factory.mktemp("bpf") / "stallscope.nocookies.bpf.o"
+    return _compiled(needs_tool("clang"), path, "-DNO_COOKIES")
 
 
 WHEELS = ROOT / "build" / "wheels"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BPF_OBJECT", "BUILD", "PROBES", "SIM_LIB", "WIRE_HEADER"]
+__all__ = ["BPF_OBJECT", "BUILD", "NO_COOKIES_OBJECT", "PROBES", "SIM_LIB", "WIRE_HEADER"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = ROOT / "probes"
 WIRE_HEADER = ROOT / "native" / "wire.h"
 BUILD = ROOT / "build"
 BPF_OBJECT = BUILD / "probes" / "stallscope.bpf.o"
+NO_COOKIES_OBJECT = BUILD / "probes" / "stallscope.nocookies.bpf.o"
 SIM_LIB = BUILD / "sim" / "lib"

@@ -3,7 +3,9 @@
 A process of its own, and a script that imports nothing of ours, for three reasons: bcc belongs to the system's Python,
 not to ours; LLVM holds 125 MB that leave with this process; and bcc changes the working directory while it compiles.
 
-Usage: bcc_helper.py SOCKET_FD SOURCE KERNEL_DIR INCLUDE_DIR,... [-Dname=value ...]
+Usage: bcc_helper.py SOCKET_FD SOURCE KERNEL_DIR INCLUDE_DIR,... ATTACH_TYPE [-Dname=value ...]
+
+ATTACH_TYPE is the kernel's number that probe programs are loaded for: 48 for uprobe_multi links, 0 for perf events.
 
 Answers with one message on the inherited SOCK_SEQPACKET socket: a JSON object, and on success the descriptors in the
 order of its "programs", then its "maps". On failure it is {"error": stage, "detail": text}; stage is one of import,
@@ -24,7 +26,6 @@ from pathlib import Path
 from typing import IO, Any
 
 SYSTEM_PACKAGES = "/usr/lib/python3/dist-packages"
-UPROBE_MULTI = 48  # BPF_TRACE_UPROBE_MULTI: without it the kernel refuses the program for our links
 DETAIL_BYTES = 6000  # JSON may write six characters for one, and the answer is one message
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
 PROGRAM = re.compile(r'\bON\("([^"]+)"\)\s+int\s+(\w+)\s*\(')
@@ -79,20 +80,32 @@ def compiled(bcc: Any, text: str, flags: list[str]) -> Any:
         raise Failure("compile", str(error)[:200]) from error
 
 
-def load_programs(bcc: Any, module: Any, sections: dict[str, str]) -> dict[str, int]:
+def compiled_sections(bcc: Any, module: Any, text: str) -> dict[str, str]:
+    """Section by program name, of those that the preprocessor left in."""
+    library, handle = bcc.lib, ctypes.c_void_p(module.module)
+    library.bpf_num_functions.restype, library.bpf_num_functions.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    name_of = library.bpf_function_name
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_size_t]
+    left = {name_of(handle, i).decode() for i in range(library.bpf_num_functions(handle))}
+    return {name: section for section, name in PROGRAM.findall(text) if name in left}
+
+
+def load_programs(bcc: Any, module: Any, sections: dict[str, str], attach_type: int) -> dict[str, int]:
     """Descriptors by program name.
 
     Raises:
         Failure: the verifier refused one, or rights are missing.
     """
     loaded = {}
+    # Not passed for perf events: it would be the default, and older versions of bcc don't know the argument.
+    probe = {"attach_type": attach_type} if attach_type else {}
     for name, section in sections.items():
         raw = section.startswith("raw_tracepoint/")
         try:
             if raw:
                 loaded[name] = module.load_func(name, bcc.BPF.RAW_TRACEPOINT).fd
             else:
-                loaded[name] = module.load_func(name, bcc.BPF.KPROBE, attach_type=UPROBE_MULTI).fd
+                loaded[name] = module.load_func(name, bcc.BPF.KPROBE, **probe).fd
         except Exception as error:
             raise Failure("load", f"{name}: {error}") from error
     return loaded
@@ -110,7 +123,9 @@ def map_descriptors(bcc: Any, module: Any) -> dict[str, int]:
     return {name.decode(): fd_of(handle, name) for name in names}
 
 
-def build(source: Path, folders: list[Path], flags: list[str]) -> tuple[dict[str, Any], list[int], Any]:
+def build(
+    source: Path, folders: list[Path], attach_type: int, flags: list[str]
+) -> tuple[dict[str, Any], list[int], Any]:
     """The answer, the descriptors, and the module that keeps them open.
 
     Raises:
@@ -122,8 +137,8 @@ def build(source: Path, folders: list[Path], flags: list[str]) -> tuple[dict[str
         raise Failure("source", str(error)) from error
     bcc = import_bcc()
     module = compiled(bcc, text, flags)
-    sections = {name: section for section, name in PROGRAM.findall(text)}
-    programs = load_programs(bcc, module, sections)
+    sections = compiled_sections(bcc, module, text)
+    programs = load_programs(bcc, module, sections, attach_type)
     maps = map_descriptors(bcc, module)
     answer = {
         "programs": list(programs),
@@ -146,13 +161,15 @@ def described(error: Exception, printed: IO[bytes]) -> dict[str, str]:
 
 def answer_on(channel: socket.socket, arguments: list[str]) -> int:
     """Build and send; returns the exit status."""
-    source, kernel, folders, *flags = arguments
+    source, kernel, folders, attach_type, *flags = arguments
     os.environ["BCC_KERNEL_SOURCE"] = kernel
     with tempfile.TemporaryFile() as printed:
         # clang and the verifier print from C, past sys.stderr; bcc's exception says only that it failed
         os.dup2(printed.fileno(), 2)
         try:
-            reply, descriptors, _module = build(Path(source), [Path(p) for p in folders.split(",")], flags)
+            reply, descriptors, _module = build(
+                Path(source), [Path(p) for p in folders.split(",")], int(attach_type), flags
+            )
         except Exception as error:
             channel.send(json.dumps(described(error, printed)).encode())
             return 1

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stallscope.capture.object_loader import load_object
+from stallscope.capture.linkstyle import Style
+from stallscope.capture.object_loader import UPROBE_MULTI, load_object
 from stallscope.capture.rights import permission_problem, refusal
 from stallscope.errors import CaptureProblem, StallscopeError
-from stallscope.paths import BPF_OBJECT, PROBES, WIRE_HEADER
+from stallscope.paths import BPF_OBJECT, NO_COOKIES_OBJECT, PROBES, WIRE_HEADER
 
 __all__ = ["BULK_BYTES", "VITAL_BYTES", "Loaded", "default_interpreters", "load"]
 
@@ -48,6 +49,7 @@ class Loaded:
 
     Attributes:
         backend: "bcc" or "object".
+        style: the kind of link the programs were loaded for.
         programs, maps: descriptors by name.
         tracepoints: raw tracepoint by program name; these programs are not attached yet.
         notes: what a reader of the report should know, e.g. that bcc was missing.
@@ -60,6 +62,7 @@ class Loaded:
     tracepoints: dict[str, str]
     notes: list[str] = field(default_factory=list)
     helper_peak_kib: int = 0
+    style: Style = Style.MULTI
 
     def close(self) -> None:
         """Let all of it go; what is linked stays until its link is closed. A second call does nothing."""
@@ -83,6 +86,7 @@ def load(
     interpreters: Sequence[str] | None = None,
     object_file: Path | None = None,
     seconds: float = HELPER_SECONDS,
+    style: Style = Style.MULTI,
 ) -> Loaded:
     """Load all programs and maps.
 
@@ -92,6 +96,7 @@ def load(
         interpreters: Pythons to look for bcc in.
         object_file: another object than ours.
         seconds: how long one bcc helper may take.
+        style: the links that the programs are for; the kernel refuses them for others.
 
     Raises:
         PermissionProblem: the kernel refused for want of rights.
@@ -102,12 +107,12 @@ def load(
     failed: list[_BackendFailed] = []
     if backend in ("auto", "bcc"):
         try:
-            return _by_bcc(default_interpreters() if interpreters is None else interpreters, sizes, seconds)
+            return _by_bcc(default_interpreters() if interpreters is None else interpreters, sizes, seconds, style)
         except _BackendFailed as failure:
             failed.append(failure)
     if backend in ("auto", "object") and not refusal():
         try:
-            loaded = _by_object(object_file or BPF_OBJECT, sizes)
+            loaded = _by_object(object_file or _object_of(style), sizes, style)
             loaded.notes += [f"{f.why}: the prebuilt object is used" for f in failed]
             return loaded
         except _BackendFailed as failure:
@@ -134,26 +139,36 @@ def _check_sizes(sizes: dict[str, int]) -> None:
             )
 
 
-def _by_object(path: Path, sizes: dict[str, int]) -> Loaded:
+def _object_of(style: Style) -> Path:
+    return NO_COOKIES_OBJECT if style is Style.PERF_NO_COOKIE else BPF_OBJECT
+
+
+def _attach_type(style: Style) -> int:
+    return UPROBE_MULTI if style is Style.MULTI else 0
+
+
+def _by_object(path: Path, sizes: dict[str, int], style: Style) -> Loaded:
     try:
-        programs, maps, sections = load_object(path, sizes)
+        programs, maps, sections = load_object(path, sizes, _attach_type(style))
     except StallscopeError as error:
         raise _BackendFailed(f"{error.what}: {error.why}") from error
     except OSError as error:
         first, _, printed = (error.strerror or str(error)).partition("\n")
         raise _BackendFailed(f"the kernel refused the prebuilt object ({first})", printed) from error
-    return Loaded("object", programs, maps, _tracepoints(sections))
+    return Loaded("object", programs, maps, _tracepoints(sections), style=style)
 
 
 def _tracepoints(sections: dict[str, str]) -> dict[str, str]:
     return {name: s.removeprefix("raw_tracepoint/") for name, s in sections.items() if s.startswith("raw_tracepoint/")}
 
 
-def _by_bcc(interpreters: Sequence[str], sizes: dict[str, int], seconds: float) -> Loaded:
+def _by_bcc(interpreters: Sequence[str], sizes: dict[str, int], seconds: float, style: Style) -> Loaded:
     failures: list[_BackendFailed] = []
     for interpreter in interpreters:
         try:
-            return _ask_helper(interpreter, sizes, seconds)
+            loaded = _ask_helper(interpreter, sizes, seconds, style)
+            loaded.style = style
+            return loaded
         except _MissingError as missing:
             failures.append(missing)
     if not failures:
@@ -165,15 +180,16 @@ class _MissingError(_BackendFailed):
     """That interpreter has no bcc: the next one may."""
 
 
-def _flags(sizes: dict[str, int]) -> list[str]:
+def _flags(sizes: dict[str, int], style: Style) -> list[str]:
     rings = [f"-D{name.upper()}_BYTES={size}" for name, size in sizes.items()]
-    return ["-DDIALECT_BCC", "-DWIRE_BPF", f"-DPAGE_SIZE={mmap.PAGESIZE}", *rings]
+    few = ["-DNO_COOKIES"] if style is Style.PERF_NO_COOKIE else []
+    return ["-DDIALECT_BCC", "-DWIRE_BPF", f"-DPAGE_SIZE={mmap.PAGESIZE}", *rings, *few]
 
 
-def _ask_helper(interpreter: str, sizes: dict[str, int], seconds: float) -> Loaded:
+def _ask_helper(interpreter: str, sizes: dict[str, int], seconds: float, style: Style) -> Loaded:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [interpreter, "-I", str(_HELPER), str(theirs.fileno()), str(PROBES / "stallscope.bpf.c")]
-    command += [str(PROBES), f"{PROBES},{WIRE_HEADER.parent}", *_flags(sizes)]
+    command += [str(PROBES), f"{PROBES},{WIRE_HEADER.parent}", str(_attach_type(style)), *_flags(sizes, style)]
     with ours, theirs:
         try:
             # An empty environment: nothing the caller's shell has set may steer what runs with our rights.

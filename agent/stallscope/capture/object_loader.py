@@ -18,11 +18,11 @@ from typing import NamedTuple
 from stallscope.capture.kernel import bpf
 from stallscope.errors import CaptureProblem
 
-__all__ = ["BpfObject", "MapSpec", "ProgramSpec", "load_object", "load_program", "read_object"]
+__all__ = ["UPROBE_MULTI", "BpfObject", "MapSpec", "ProgramSpec", "load_object", "load_program", "read_object"]
 
 _MAP_CREATE, _PROG_LOAD = 0, 5
 _KPROBE, _RAW_TRACEPOINT = 2, 17
-_UPROBE_MULTI = 48
+UPROBE_MULTI = 48
 _R_BPF_64_64 = 1
 _PSEUDO_MAP_FD = 1
 _SHF_EXEC = 4
@@ -292,19 +292,22 @@ def _with_maps(program: ProgramSpec, maps: Mapping[str, int]) -> bytes:
     return bytes(code)
 
 
-def _kind_of(section: str) -> tuple[int, int]:
+def _kind_of(section: str, uprobes: int) -> tuple[int, int]:
     if section.startswith("raw_tracepoint/"):
         return _RAW_TRACEPOINT, 0
     if section.partition("/")[0] == "uprobe":
-        return _KPROBE, _UPROBE_MULTI
+        return _KPROBE, uprobes
     raise ValueError(f"section {section}: no such kind of program")
 
 
-def load_object(path: Path, sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
+def load_object(
+    path: Path, sizes: Mapping[str, int], uprobes: int = UPROBE_MULTI
+) -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
     """Load all programs and maps; returns descriptors by program, by map, and each program's section.
 
     Args:
         sizes: max_entries by map name where the object's own shall not count (rings: bytes).
+        uprobes: expected attach type of the probe programs: UPROBE_MULTI for those links, 0 for perf events.
 
     Raises:
         CaptureProblem: the file can't be used.
@@ -318,7 +321,7 @@ def load_object(path: Path, sizes: Mapping[str, int]) -> tuple[dict[str, int], d
             maps[name] = create_map(name, spec._replace(max_entries=sizes.get(name, spec.max_entries)))
         for name, program in found.programs.items():
             code = _with_maps(program, maps)
-            programs[name] = load_program(name, code, *_kind_of(program.section), found.license)
+            programs[name] = load_program(name, code, *_kind_of(program.section, uprobes), found.license)
     except BaseException:
         for fd in (*maps.values(), *programs.values()):
             os.close(fd)

@@ -10,12 +10,12 @@ import errno
 import os
 import platform
 import re
-import struct
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from stallscope.capture.linkstyle import COOKIE_PROGRAM
 from stallscope.capture.object_loader import MapSpec, create_map
 from stallscope.capture.procfs import live_path
 from stallscope.capture.rights import (
@@ -39,10 +39,8 @@ from stallscope.paths import BPF_OBJECT
 __all__ = ["CAPABILITIES", "NEEDED", "Check", "preflight", "require_attach_rights", "target_checks", "unusable"]
 
 _RINGBUF = 27
-# r0 = bpf_get_attach_cookie(r1); r0 = 0; exit
-_COOKIE = struct.pack("<BBhi", 0x85, 0, 0, 174) + bytes.fromhex("b7000000000000009500000000000000")
 _HOST_PID_NAMESPACE = "pid:[4026531836]"  # fixed in the kernel: PROC_PID_INIT_INO
-NEEDED = ("uprobe_multi", "ring buffer", "bpf cookie", "perf_event_open")
+NEEDED = ("ring buffer", "perf_event_open")
 _SUDO = "run as root, or grant the capability"
 CAPABILITIES = {
     "CAP_BPF": "no BPF program can be loaded",
@@ -88,10 +86,14 @@ def _kernel_checks() -> Iterator[Check]:
     yield _line("BTF", btf, "readable" if btf else "no /sys/kernel/btf/vmlinux", lose, cure)
     multi = has_uprobe_multi()
     found = {True: 0, False: errno.EINVAL, None: errno.EPERM}[multi]
-    yield _tried("uprobe_multi", found, "no probe can be attached", "6.6")
+    yield _tried(
+        "uprobe_multi", found, "few functions can be probed (docs/limits.md), and detaching takes seconds", "6.6"
+    )
     ring = errno_of(lambda: create_map("preflight", MapSpec(_RINGBUF, 0, 0, 1 << 16, 0)))
     yield _tried("ring buffer", ring, "nothing can be recorded", "5.8")
-    yield _tried("bpf cookie", errno_of(lambda: load_probe(_COOKIE)), "hooks can't be told apart", "5.15")
+    yield _tried(
+        "bpf cookie", errno_of(lambda: load_probe(COOKIE_PROGRAM)), "each probe needs a program of its own", "5.15"
+    )
 
 
 def _capability_checks() -> Iterator[Check]:

@@ -455,3 +455,32 @@ TIME_IDS = 302
 # fmt: on
 BY_ID = {hook.id: hook for hook in HOOKS}
 BY_NAME = {hook.name: hook for hook in HOOKS}
+MAX_PERF_PROBES = 44
+# Hooks that one perf event a probe leaves room for, most important first
+FEW = (
+    41,
+    40,
+    43,
+    42,
+    300,
+    341,
+    352,
+    351,
+    301,
+    305,
+    303,
+    330,
+    331,
+    192,
+    194,
+    190,
+    1,
+    5,
+    20,
+    150,
+    152,
+    62,
+    60,
+    107,
+    2,
+)
