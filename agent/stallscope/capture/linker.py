@@ -134,10 +134,12 @@ class Linker:
     ) -> bool:
         fd = open_mapping(target.pid, mapping)
         try:
-            resolved = self._resolve(fd, library)
+            resolved = self._resolve(target, fd, library, clean(mapping.path))
             if not resolved.points:
                 target.refused.add(key)
-                if library is not None:
+                if resolved.left_out:
+                    self._note(target, resolved.left_out)
+                elif library is not None:
                     self._note(target, f"{clean(mapping.path)} looks like {library} and defines none of its functions")
                 os.close(fd)
                 return False
@@ -167,7 +169,7 @@ class Linker:
             {"proc": target.proc, "library": linked.library, "path": linked.path, "build_id": resolved.build_id,
              "hooks": sorted(p.hook.id for p in resolved.points), "at_ns": now,
              "appeared_ns": now if appeared_ns is None else appeared_ns,
-             "method": "uprobe_multi", "missing": resolved.missing},
+             "method": self._sharing.method, "missing": resolved.missing},
         )  # fmt: skip
         if appeared_ns is None or appeared_ns == now:
             return
@@ -177,14 +179,18 @@ class Linker:
         body = {"source": "link", "proc": target.proc, "count": None, "from_ns": from_ns, "to_ns": to_ns}
         self._send(Kind.GAP, {**body, "reason": reason})
 
-    def _resolve(self, fd: int, library: str | None) -> Resolved:
+    def _resolve(self, target: Target, fd: int, library: str | None, path: str) -> Resolved:
         info = os.fstat(fd)
         key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
         if key not in self._known:
             for table in (self._known, self._failed):
                 if len(table) >= 1024:
                     table.clear()
-            self._known[key] = self._ask(key, fd, library)
+            found = self._ask(key, fd, library)
+            points, left_out = self._sharing.choose(path, found.points)
+            if left_out and points:
+                target.late_notes.append(left_out)
+            self._known[key] = found._replace(points=points, left_out=left_out)
         return self._known[key]
 
     def _ask(self, key: tuple[int, int, int, int], fd: int, library: str | None) -> Resolved:

@@ -13,42 +13,27 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from stallscope.capture.kernel import bpf
+from stallscope.capture.linkwords import OF_ONE_OFFSET, LinkPoint, Place, cannot, translated, why_refused
 from stallscope.capture.rights import BPF_LINK_CREATE, has_uprobe_multi, permission_problem, uprobe_multi_attr
-from stallscope.errors import CaptureProblem, StallscopeError, TargetProblem
+from stallscope.errors import CaptureProblem
 
-__all__ = ["RawTracepoint", "UprobeLink", "close_all", "has_uprobe_multi"]
+__all__ = ["RawTracepoint", "UprobeLink", "close_all", "close_fds", "distinct", "has_uprobe_multi"]
 
 _RAW_TRACEPOINT_OPEN = 17
 _MAX_CLOSERS = 64
-_ENOTSUPP = 524  # the kernel's own, without a name in errno
-
-# Errors that say something about one offset; any other one is about the process, the file or our rights.
-_OF_ONE_OFFSET = {
-    errno.EINVAL: "no instruction can be probed there, or another tracer holds this address with a reference counter "
-    "of its own (tools on bcc's Python API do, iovisor/bcc#5236)",
-    errno.ENOEXEC: "the bytes there are no instruction that the kernel can probe",
-    errno.EIO: "the bytes there could not be read from the file",
-    _ENOTSUPP: "the kernel can't probe the instruction there",
-    errno.EEXIST: "something else is on that address",
-}
 
 
-class _Point(NamedTuple):
-    offset: int
-    cookie: int
-
-
-class _Place(NamedTuple):
-    """What all offsets of one link have in common."""
-
-    prog_fd: int
-    path: str
-    pid: int
-    is_return: bool
+def distinct(offsets: Sequence[int], cookies: Sequence[int]) -> list[LinkPoint]:
+    """Points with different offsets, the first of equal ones. Raises ValueError when there is none."""
+    points: dict[int, LinkPoint] = {}
+    for offset, cookie in zip(offsets, cookies, strict=True):
+        points.setdefault(offset, LinkPoint(offset, cookie))
+    if not points:
+        raise ValueError("a link without offsets")
+    return list(points.values())
 
 
 class _Closable(Protocol):
@@ -91,15 +76,11 @@ class UprobeLink:
             CaptureProblem: the file can't be probed, or not one of the offsets.
         """
         path = f"/proc/self/fd/{target}" if isinstance(target, int) else target
-        place = _Place(prog_fd, path, pid, is_return)
-        points: dict[int, _Point] = {}
-        for offset, cookie in zip(offsets, cookies, strict=True):
-            points.setdefault(offset, _Point(offset, cookie))
-        if not points:
-            raise ValueError("a link without offsets")
+        place = Place(prog_fd, path, pid, is_return)
+        points = distinct(offsets, cookies)
         link = cls([], [], [])
         try:
-            link._add(place, list(points.values()))
+            link._add(place, points)
         except BaseException:
             link.close()
             raise
@@ -107,17 +88,15 @@ class UprobeLink:
             raise _nothing_attached(place, link.notes)
         return link
 
-    def _add(self, place: _Place, points: list[_Point]) -> None:
+    def _add(self, place: Place, points: list[LinkPoint]) -> None:
         """Link the points; halves while single ones are refused. Pieces stay apart: they share no address."""
         try:
             self._fds.append(_create(place, points))
         except OSError as error:
-            if error.errno not in _OF_ONE_OFFSET:
-                raise _translated(place, error) from error
+            if error.errno not in OF_ONE_OFFSET:
+                raise translated(place, error) from error
             if len(points) == 1:
-                self.notes.append(
-                    f"{place.path}+{points[0].offset:#x} is not probed: {_why_refused(place, points[0], error)}"
-                )
+                self.notes.append(why_refused(place, points[0], error))
                 return
             middle = len(points) // 2
             self._add(place, points[:middle])
@@ -132,7 +111,7 @@ class UprobeLink:
 
     def close(self) -> None:
         """Take the probes away; the kernel has restored the bytes on return (20 ms). A second call does nothing."""
-        _close(self.take())
+        close_fds(self.take())
 
 
 class RawTracepoint:
@@ -167,7 +146,7 @@ class RawTracepoint:
 
     def close(self) -> None:
         """Detach. A second call does nothing."""
-        _close(self.take())
+        close_fds(self.take())
 
 
 def close_all(entries: Iterable[_Closable], returns: Iterable[_Closable]) -> None:
@@ -178,19 +157,20 @@ def close_all(entries: Iterable[_Closable], returns: Iterable[_Closable]) -> Non
     for group in (entries, returns):
         fds = [fd for link in group for fd in link.take()]
         if len(fds) < 2:
-            _close(fds)
+            close_fds(fds)
             continue
         with ThreadPoolExecutor(min(_MAX_CLOSERS, len(fds))) as threads:
-            list(threads.map(_close, [[fd] for fd in fds]))
+            list(threads.map(close_fds, [[fd] for fd in fds]))
 
 
-def _close(fds: list[int]) -> None:
+def close_fds(fds: list[int]) -> None:
+    """Close them all, whatever becomes of each."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
 
 
-def _create(place: _Place, points: list[_Point]) -> int:
+def _create(place: Place, points: list[LinkPoint]) -> int:
     path = ctypes.create_string_buffer(os.fsencode(place.path))
     offsets = (ctypes.c_uint64 * len(points))(*(p.offset for p in points))
     cookies = (ctypes.c_uint64 * len(points))(*(p.cookie for p in points))
@@ -198,49 +178,15 @@ def _create(place: _Place, points: list[_Point]) -> int:
     return bpf(BPF_LINK_CREATE, attr)
 
 
-def _why_refused(place: _Place, point: _Point, error: OSError) -> str:
-    with contextlib.suppress(OSError):
-        if point.offset >= Path(place.path).stat().st_size:
-            return "the file ends before it"
-    return _OF_ONE_OFFSET[error.errno or 0]
-
-
-def _what(place: _Place) -> str:
-    where = f"in pid {place.pid}" if place.pid else "in all processes"
-    return f"cannot probe {place.path} {where}"
-
-
-def _nothing_attached(place: _Place, notes: list[str]) -> CaptureProblem:
+def _nothing_attached(place: Place, notes: list[str]) -> CaptureProblem:
     if has_uprobe_multi() is False:
         return CaptureProblem(
-            _what(place),
+            cannot(place),
             why="this kernel has no uprobe_multi links",
             hint="use a kernel from 6.6 on; stallscope doctor",
         )
     return CaptureProblem(
-        _what(place),
+        cannot(place),
         why=f"none of its {len(notes)} offsets: {notes[0]}",
         hint="end the other tracer, or: stallscope doctor",
     )
-
-
-_WHY = {
-    errno.ENOENT: ("the file is not there", "was the container or the file removed? attach again"),
-    errno.EBADF: ("it is no regular file, or the BPF program is not loaded", "check the path; stallscope doctor"),
-    errno.E2BIG: ("too many offsets for one link", "this is a defect of stallscope: please report it"),
-    errno.EMFILE: ("too many open files", "raise the limit: ulimit -n 65536"),
-    errno.ENOMEM: ("the kernel has no memory for it", "free memory, or trace fewer processes"),
-}
-
-
-def _translated(place: _Place, error: OSError) -> StallscopeError:
-    if error.errno in (errno.EPERM, errno.EACCES):
-        return permission_problem(_what(place))
-    if error.errno == errno.ESRCH:
-        return TargetProblem(
-            f"cannot attach to pid {place.pid}", why="no such process, or it has just ended", hint="list them: ps -e"
-        )
-    why, hint = _WHY.get(
-        error.errno or 0, (f"the kernel refused ({error.strerror}, errno {error.errno})", "stallscope doctor")
-    )
-    return CaptureProblem(_what(place), why=why, hint=hint)

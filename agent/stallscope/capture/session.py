@@ -28,6 +28,7 @@ from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import LINKS_PER_FILE, Sharing
 from stallscope.capture.tables import Tables
 from stallscope.capture.target import Target
+from stallscope.capture.ways import way_of
 from stallscope.wire.frames import Kind
 
 __all__ = ["Session", "Settings"]
@@ -73,7 +74,7 @@ class Session:
         self.tables = Tables(loaded.maps, settings)
         reaper = Reaper()
         sharing = Sharing(
-            loaded.programs,
+            way_of(loaded),
             self.tables.share,
             reaper.close_later,
             self.tables.spans.set,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stallscope.capture.links import UprobeLink
 from stallscope.capture.procfs import is_leaderless
 from stallscope.capture.target import LinkedLibrary, Point, Target
+from stallscope.capture.ways import Way
 from stallscope.wire.hook_table import Hook
 
 __all__ = ["LINKS_PER_FILE", "NO_FILE", "Sharing", "program_of"]
@@ -45,7 +45,7 @@ class Sharing:
     """Makes the links.
 
     Args:
-        programs: BPF program name → descriptor.
+        way: what kind of links.
         set_shared: tells BPF that the unfiltered links of a file number count from now on.
         set_span: (file number, hook, bytes before, bytes after) tells BPF how far the runtime reaches.
         clock: CLOCK_MONOTONIC in ns.
@@ -55,7 +55,7 @@ class Sharing:
 
     def __init__(
         self,
-        programs: dict[str, int],
+        way: Way,
         set_shared: Callable[[int], None],
         close_later: Callable[[list[Any], list[Any]], None],
         set_span: Callable[[int, int, int, int], None],
@@ -64,10 +64,12 @@ class Sharing:
     ) -> None:
         self._clock = clock
         self._set_span = set_span
-        self._programs = programs
+        self._way = way
         self._set_shared = set_shared
         self._close_later = close_later
-        self._limit = limit
+        self._limit = min(limit, way.max_filtered)
+        self.method = way.method
+        self.choose = way.choose
         self._files: dict[RealFile, _File] = {}
 
     def link(self, target: Target, linked: LinkedLibrary) -> None:
@@ -125,33 +127,32 @@ class Sharing:
         for user in file.users:
             self._close_later(user.entries, user.returns)
             user.entries, user.returns, user.shared = [], [], True
-        crowd = f"more than {self._limit} processes use it"
-        why = "the main thread has ended" if is_leaderless(target.pid) else crowd
         target.late_notes.append(
-            f"{linked.path}: {why}, so its probes are no longer limited to the traced processes: another process that "
-            "uses the same file pays about a microsecond a call"
+            f"{linked.path}: {self._why_unfiltered(target)}, so its probes are no longer limited to the traced "
+            "processes: another process that uses the same file pays about a microsecond a call"
         )
+        target.late_notes += [note for link in shared.entries + shared.returns for note in link.notes]
         file.users = []
+
+    def _why_unfiltered(self, target: Target) -> str:
+        if not self._limit:
+            return "this kernel has no link cookies"
+        return "the main thread has ended" if is_leaderless(target.pid) else f"more than {self._limit} processes use it"
 
     def _attach(self, linked: LinkedLibrary, points: list[Point], pid: int, bits: int) -> None:
         # Returns first: a call whose entry is seen must not lose its return.
         pairs = [p for p in points if p.hook.mode == "PAIR"]
         try:
             if pairs:
-                linked.returns.append(self._make("pair_return", linked.fd, pairs, pid, bits, is_return=True))
+                linked.returns.append(self._way.attach("pair_return", linked.fd, pairs, pid, bits))
                 returning = set(linked.returns[0].offsets)
                 points = [p for p in points if p.hook.mode != "PAIR" or p.probe_offset in returning]
             for name in ("launch", "wait_enter", "nccl_enter"):
                 chosen = [p for p in points if program_of(p.hook) == name]
                 if chosen:
-                    linked.entries.append(self._make(name, linked.fd, chosen, pid, bits, is_return=False))
+                    linked.entries.append(self._way.attach(name, linked.fd, chosen, pid, bits))
         except BaseException:
             for link in linked.entries + linked.returns:
                 link.close()
             linked.entries, linked.returns = [], []
             raise
-
-    def _make(self, program: str, fd: int, points: list[Point], pid: int, bits: int, *, is_return: bool) -> UprobeLink:
-        offsets = [p.probe_offset for p in points]
-        cookies = [p.hook.cookie | bits for p in points]
-        return UprobeLink.attach(self._programs[program], fd, offsets, cookies, pid, is_return)

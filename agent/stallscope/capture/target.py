@@ -23,12 +23,16 @@ class Point(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """What the parser said about a file; `missing`: functions it defines where no probe can stand."""
+    """What the parser said about a file; `missing`: functions it defines where no probe can stand.
+
+    `left_out` names the functions that the kernel leaves no room for.
+    """
 
     build_id: str | None
     points: list[Point]
     missing: list[str]
     stripped: bool
+    left_out: str | None = None
 
 
 @dataclass

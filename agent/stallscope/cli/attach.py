@@ -67,6 +67,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--method", choices=("auto", "bpf", "inject"), default="auto")
     parser.add_argument("--backend", choices=("auto", "bcc", "object"), default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--links-per-file", type=int, default=8, help=argparse.SUPPRESS)
+    links = ("auto", "multi", "perf", "perf-nocookie")
+    parser.add_argument("--links", choices=links, default="auto", help=argparse.SUPPRESS)
     parser.add_argument(
         "--sample", type=rate, default=DEFAULT_ONE_IN, metavar="RATE",
         help="share of launches, copies and short waits to record, as 1/N or N%% (default 1/100); counts stay exact",
@@ -165,6 +167,7 @@ class Attach:
 
     def _capture(self, aggregator: Aggregator) -> StallscopeError | None:
         from stallscope.capture.costs import Costs
+        from stallscope.capture.linkstyle import Style, best_style
         from stallscope.capture.loader import load
         from stallscope.capture.outbox import Outbox
         from stallscope.capture.parser_client import ParserClient
@@ -176,7 +179,8 @@ class Attach:
         settings.links_per_file = args.links_per_file
         with contextlib.closing(ParserClient()) as parser:
             parser.start(self.who.drop_uid, self.who.drop_gid)
-            loaded = load(args.backend, bulk_bytes=BULK_BYTES, vital_bytes=VITAL_BYTES)
+            style = best_style() if args.links == "auto" else Style(args.links)
+            loaded = load(args.backend, bulk_bytes=BULK_BYTES, vital_bytes=VITAL_BYTES, style=style)
             outbox = Outbox(aggregator.socket)
             costs = Costs({"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid})
             outbox.send(Kind.HELLO, hello(settings, loaded.backend))
