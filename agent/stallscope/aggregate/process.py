@@ -47,7 +47,10 @@ class Exit(NamedTuple):
 
 @dataclass
 class Process:
-    """One process; `order` is its place in the stream, `events` the call events that it sent as records."""
+    """One process; `order` is its place in the stream, `events` the call events that it sent as records.
+
+    `entry_only`: hooks whose returns were not probed in some library of it, so that nothing is known of durations.
+    """
 
     proc: int
     order: int
@@ -66,6 +69,7 @@ class Process:
     events: int = 0
     first_cuda_ns: int | None = None
     untimed: bool = False
+    entry_only: set[int] = field(default_factory=set)
     runtime_calls_before_driver: int = 0
 
     def runtime_calls(self, hooks: Hooks) -> int:
@@ -137,6 +141,8 @@ class Processes:
         link = Link(library, path, frozenset(hooks), integer(body, "at_ns"), integer(body, "appeared_ns"))
         if process is None:
             return None
+        if body.get("untimed") is True:
+            process.entry_only |= link.hooks
         if not self._overflow.full("links of a process", len(process.links)):
             process.links.append(link)
         return process, link

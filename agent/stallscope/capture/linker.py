@@ -10,6 +10,7 @@ from typing import Any
 from stallscope.capture.libmatch import match
 from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, clean, executable_mappings, live_path
+from stallscope.capture.seccomp import ReturnRule
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.target import LinkedLibrary, Point, Resolved, Target
 from stallscope.errors import StallscopeError, TargetProblem
@@ -36,6 +37,7 @@ class Linker:
         set_ranges: (slot, [(start, end)]) writes the runtime address ranges that mark driver calls as nested.
         send: takes frames.
         clock: CLOCK_MONOTONIC in ns.
+        rule: which processes get no return probes.
 
     Attributes:
         before_link: sends the counters as they are, so that a reader can tell calls before a link from those after it.
@@ -48,7 +50,9 @@ class Linker:
         set_ranges: Callable[[int, list[tuple[int, int]]], None],
         send: Callable[[Kind, dict[str, Any]], None],
         clock: Callable[[], int],
+        rule: ReturnRule | None = None,
     ) -> None:
+        self._rule = rule or ReturnRule()
         self._sharing = sharing
         self._parser = parser
         self._set_ranges = set_ranges
@@ -83,7 +87,7 @@ class Linker:
                 theirs.library, theirs.path, dict(theirs.hooks), resolved=theirs.resolved, text=theirs.text
             )
             try:
-                linked.fd = os.dup(theirs.fd)
+                linked.fd, linked.untimed = os.dup(theirs.fd), self._rule.why_not(target.pid)
                 self._sharing.link(target, linked)
             except (OSError, StallscopeError) as error:
                 linked.close()
@@ -145,6 +149,7 @@ class Linker:
                 return False
             name = library or resolved.points[0].hook.library
             linked = LinkedLibrary(name, clean(mapping.path), resolved=resolved, fd=fd)
+            linked.untimed = self._rule.why_not(target.pid)
             self._add_ranges(target, linked, mapping, resolved.points, static=library is None)
             self._sharing.link(target, linked)
         except BaseException:
@@ -169,8 +174,10 @@ class Linker:
             {"proc": target.proc, "library": linked.library, "path": linked.path, "build_id": resolved.build_id,
              "hooks": sorted(p.hook.id for p in resolved.points), "at_ns": now,
              "appeared_ns": now if appeared_ns is None else appeared_ns,
-             "method": self._sharing.method, "missing": resolved.missing},
+             "method": self._sharing.method, "missing": resolved.missing, "untimed": bool(linked.untimed)},
         )  # fmt: skip
+        if linked.untimed:
+            self._note(target, f"{linked.path}: {linked.untimed}")
         if appeared_ns is None or appeared_ns == now:
             return
         self._gap(target, appeared_ns, now, f"{linked.library} not linked yet")

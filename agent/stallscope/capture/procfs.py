@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "is_leaderless",
-           "live_path", "parent_of", "probe_area", "threads_of", "vdso_of"]  # fmt: skip
+           "live_path", "parent_of", "probe_area", "seccomp_mode", "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)")
@@ -48,12 +48,12 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() and not "\ud800" <= c <= "\udfff" else f"\\x{ord(c) & 0xFF:02x}" for c in text)
 
 
-def _read(pid: int, name: str, limit: int) -> bytes:
+def _read(pid: int | str, name: str, limit: int) -> bytes:
     with open(f"/proc/{pid}/{name}", "rb") as file:
         return file.read(limit)
 
 
-def _status(pid: int) -> dict[str, str]:
+def _status(pid: int | str) -> dict[str, str]:
     lines = _read(pid, "status", 65536).decode("utf-8", "replace").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
@@ -124,6 +124,17 @@ def is_leaderless(pid: int) -> bool:
         return live_path(pid) != f"/proc/{pid}"
     except OSError:
         return False
+
+
+def seccomp_mode(pid: int) -> int | None:
+    """0 none, 1 strict, 2 filter: the highest of all threads, each has its own. None when the process is gone."""
+    modes = []
+    for tid in threads_of(pid):
+        try:
+            modes.append(int(_status(f"{pid}/task/{tid}").get("Seccomp", "0")))
+        except (OSError, ValueError):
+            continue
+    return max(modes, default=None)
 
 
 def threads_of(pid: int) -> list[int]:

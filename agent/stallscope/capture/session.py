@@ -25,10 +25,11 @@ from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.population import Population
 from stallscope.capture.procfs import Mapping
 from stallscope.capture.reaper import Reaper
+from stallscope.capture.seccomp import ReturnRule
 from stallscope.capture.sharing import LINKS_PER_FILE, Sharing
 from stallscope.capture.tables import Tables
 from stallscope.capture.target import Target
-from stallscope.capture.ways import way_of
+from stallscope.capture.ways import NO_LIMIT, way_of
 from stallscope.wire.frames import Kind
 
 __all__ = ["Session", "Settings"]
@@ -53,6 +54,7 @@ class Settings:
         long_ns: waits from this duration on are always recorded.
         links_per_file: filtered links a file before unfiltered ones take over (capture/sharing.py).
         duration_s: end after so many seconds; None = when the targets end.
+        kernel_release: decide about return probes as on that kernel (capture/seccomp.py); None = this one's.
     """
 
     pids: list[int]
@@ -61,6 +63,7 @@ class Settings:
     long_ns: int = 200_000
     duration_s: float | None = None
     links_per_file: int = LINKS_PER_FILE
+    kernel_release: str | None = None
 
 
 class Session:
@@ -73,15 +76,18 @@ class Session:
         self._clock = time.monotonic_ns
         self.tables = Tables(loaded.maps, settings)
         reaper = Reaper()
+        rule = ReturnRule(settings.kernel_release)
         sharing = Sharing(
             way_of(loaded),
             self.tables.share,
             reaper.close_later,
             self.tables.spans.set,
             self._clock,
-            settings.links_per_file,
+            # Unfiltered return probes would stand in strangers, whose seccomp filters nobody asked for.
+            settings.links_per_file if rule.anywhere else NO_LIMIT,
+            returns_anywhere=rule.anywhere,
         )
-        self._linker = Linker(sharing, parser, self.tables.ranges.set, outbox.send, self._clock)
+        self._linker = Linker(sharing, parser, self.tables.ranges.set, outbox.send, self._clock, rule)
         self.population = Population(
             self.tables, self._linker, sharing, reaper, outbox.send, self._clock, follow=settings.children
         )

@@ -32,6 +32,12 @@ def program_of(hook: Hook) -> str:
     return "nccl_enter" if hook.kind in NCCL_KINDS else "wait_enter"
 
 
+def entry_only(points: list[Point]) -> list[Point]:
+    """Points as they are counted without return probes."""
+    # ncclBcast calls ncclBroadcast: with nothing known about returns, each call would count twice.
+    return [p._replace(hook=p.hook._replace(mode="ENTRY")) for p in points if p.hook.name != "ncclBcast"]
+
+
 @dataclass
 class _File:
     """One real file: its number in cookies, who is linked by links of his own, the unfiltered links once there are."""
@@ -51,6 +57,7 @@ class Sharing:
         clock: CLOCK_MONOTONIC in ns.
         close_later: takes (entry links, return links) that are no longer needed.
         limit: filtered links a file before the unfiltered ones take over.
+        returns_anywhere: unfiltered links may have return probes (capture/seccomp.py).
     """
 
     def __init__(
@@ -61,10 +68,13 @@ class Sharing:
         set_span: Callable[[int, int, int, int], None],
         clock: Callable[[], int],
         limit: int = LINKS_PER_FILE,
+        *,
+        returns_anywhere: bool = True,
     ) -> None:
         self._clock = clock
         self._set_span = set_span
         self._way = way
+        self._returns_anywhere = returns_anywhere
         self._set_shared = set_shared
         self._close_later = close_later
         self._limit = min(limit, way.max_filtered)
@@ -84,6 +94,7 @@ class Sharing:
             self._take_over(target, file, linked)
         if file.shared is not None:
             linked.shared, linked.shared_since_ns = True, file.shared.at_ns
+            linked.untimed = linked.untimed or file.shared.untimed
             return
         self._attach(linked, linked.resolved.points, target.pid, file.number << 56)
         file.users.append(linked)
@@ -120,6 +131,8 @@ class Sharing:
     def _take_over(self, target: Target, file: _File, linked: LinkedLibrary) -> None:
         """Unfiltered links first, then the switch, then the filtered ones go: no hit is lost or counted twice."""
         shared = LinkedLibrary(linked.library, linked.path, resolved=linked.resolved, fd=linked.fd)
+        if not self._returns_anywhere:
+            shared.untimed = "calls are counted, not timed: other processes that use the file may have a seccomp filter"
         self._attach(shared, linked.resolved.points, 0, file.number << 56 | _SHARED_FLAG)
         file.shared = shared
         self._set_shared(file.number)
@@ -140,6 +153,8 @@ class Sharing:
         return "the main thread has ended" if is_leaderless(target.pid) else f"more than {self._limit} processes use it"
 
     def _attach(self, linked: LinkedLibrary, points: list[Point], pid: int, bits: int) -> None:
+        if linked.untimed:
+            points = entry_only(points)
         # Returns first: a call whose entry is seen must not lose its return.
         pairs = [p for p in points if p.hook.mode == "PAIR"]
         try:

@@ -41,6 +41,7 @@ class LinkedLibrary:
 
     Attributes:
         shared: the file's unfiltered links do it, since `shared_since_ns`; there are none of this process alone.
+        untimed: why returns are not probed, None where they are (capture/seccomp.py).
         text: where the runtime's code lies in the file (offsets), None for other libraries.
         fd: the file itself, so that a forked child can be linked without another look-up.
         hooks: hook id -> (absolute address of the function, its size in bytes), for the stack search.
@@ -58,6 +59,7 @@ class LinkedLibrary:
     shared: bool = False
     shared_since_ns: int = 0
     text: tuple[int, int] | None = None
+    untimed: str | None = None
 
     def close(self) -> None:
         """Let the file go; links are closed by who detaches them."""

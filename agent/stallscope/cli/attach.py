@@ -69,6 +69,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--links-per-file", type=int, default=8, help=argparse.SUPPRESS)
     links = ("auto", "multi", "perf", "perf-nocookie")
     parser.add_argument("--links", choices=links, default="auto", help=argparse.SUPPRESS)
+    parser.add_argument("--as-on-kernel", metavar="RELEASE", help=argparse.SUPPRESS)
     parser.add_argument(
         "--sample", type=rate, default=DEFAULT_ONE_IN, metavar="RATE",
         help="share of launches, copies and short waits to record, as 1/N or N%% (default 1/100); counts stay exact",
@@ -176,7 +177,7 @@ class Attach:
 
         args = self.args
         settings = Settings(args.pids, not args.no_children, args.sample, duration_s=args.duration)
-        settings.links_per_file = args.links_per_file
+        settings.links_per_file, settings.kernel_release = args.links_per_file, args.as_on_kernel
         with contextlib.closing(ParserClient()) as parser:
             parser.start(self.who.drop_uid, self.who.drop_gid)
             style = best_style() if args.links == "auto" else Style(args.links)

@@ -11,7 +11,7 @@ from stallscope.aggregate.hooks import HookFacts
 from stallscope.aggregate.process import Counts, Process
 from stallscope.wire.columns import TIME, percentile
 
-__all__ = ["Timing", "all_calls", "outermost", "untimed"]
+__all__ = ["Timing", "all_calls", "is_timed", "outermost", "untimed"]
 
 
 class Timing(NamedTuple):
@@ -24,14 +24,19 @@ class Timing(NamedTuple):
     p99_ns: int | None
 
 
+def is_timed(process: Process, hook: HookFacts) -> bool:
+    """Whether returns of the function are probed in that process."""
+    return hook.timed and hook.id not in process.entry_only
+
+
 def outermost(process: Process, hook: HookFacts) -> Timing | None:
     """Calls that were not inside another call of their family; None where calls are not timed."""
-    return _timing(process, [hook.time_id]) if hook.timed else None
+    return _timing(process, [hook.time_id]) if is_timed(process, hook) else None
 
 
 def all_calls(process: Process, hook: HookFacts) -> Timing | None:
     """Nested calls too."""
-    return _timing(process, [hook.time_id, hook.time_id + 1]) if hook.timed else None
+    return _timing(process, [hook.time_id, hook.time_id + 1]) if is_timed(process, hook) else None
 
 
 def untimed(counts: Counts, timing: Timing, in_flight: int) -> bool:

@@ -6,7 +6,7 @@ from stallscope.aggregate.hooks import HookFacts
 from stallscope.aggregate.process import Counts, Process
 from stallscope.aggregate.state import State
 from stallscope.diagnose.accounting import Accounting
-from stallscope.diagnose.timing import all_calls, untimed
+from stallscope.diagnose.timing import all_calls, is_timed, untimed
 from stallscope.output.rows import Row, bound
 
 __all__ = ["call_rows"]
@@ -36,7 +36,7 @@ def _row(hook: HookFacts, process: Process, counts: Counts, under_way: int, unsu
         "kind": hook.kind,
         "count": counts.calls,
         "nested": counts.nested,
-        "errors": counts.errors if hook.timed else None,
+        "errors": counts.errors if is_timed(process, hook) else None,
         "total_ns": timing.total_ns if timing else None,
         "max_ns": timing.max_ns if timing else None,
         "p50_ns": timing.p50_ns if timing else None,

@@ -29,7 +29,8 @@ PROCESS    proc, pid, ns_pid or nil, ppid, parent (proc) or nil, name, cmdline [
            at_ns
 IMAGE      proc, at_ns, name, cmdline [..]: the process execed
 EXIT       proc, at_ns, code or nil, signal or nil
-LINK       proc, library, path, build_id or nil, hooks [id..], at_ns, appeared_ns, method, missing [name..]
+LINK       proc, library, path, build_id or nil, hooks [id..], at_ns, appeared_ns, method, missing [name..],
+           untimed: only entries are probed
 EVENTS     count, data: `wire_rec` back to back
 UIDS       count, data: `wire_uid_rec` back to back
 SLOT       slot, proc, at_ns: from now on records with this slot belong to this process
