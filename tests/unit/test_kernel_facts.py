@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -12,12 +13,18 @@ import pytest
 
 from stallscope.capture import linkstyle
 from stallscope.capture.linkstyle import Style, best_style
+from stallscope.capture.procfs import seccomp_mode
+from stallscope.capture.seccomp import ReturnRule, return_probes_allowed, returns_ask_seccomp
+from stallscope.capture.sharing import entry_only, program_of
 from stallscope.capture.target import Point
 from stallscope.capture.ways import PerfWay
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import BY_ID, BY_NAME, FEW, HOOKS, MAX_PERF_PROBES
 
 ROOT = Path(__file__).resolve().parents[2]
+# Functions of CUDA and NCCL that take a function of the program and may run it, by name or by argument.
+CALLS_BACK = ("HostFunc", "Callback", "UserObject", "OccupancyMaxPotential")
+CALLABLE = {"callback", "func", "fn", "data", "destroy"}
 
 
 def generator() -> ModuleType:
@@ -31,6 +38,71 @@ def generator() -> ModuleType:
 
 def points(*names: str) -> list[Point]:
     return [Point(BY_NAME[name], 16 * i, 16 * i, 16) for i, name in enumerate(names)]
+
+
+# Not run on such kernels: the facts are given.
+@pytest.mark.parametrize(
+    ("release", "mode", "allowed"),
+    [
+        ("6.10.14-generic", 2, True),
+        ("6.11.0", 2, False),
+        ("6.11.0-19-generic", 1, False),
+        ("6.12.5-amd64", 2, False),
+        ("6.12.5-amd64", 0, True),
+        ("6.12.5-amd64", None, False),
+        ("6.13-rc1", 2, False),
+        ("6.13.12", 2, False),
+        ("6.14.0", 2, True),
+        ("6.1.0-18-amd64", 2, True),
+        ("6.18.44", 2, True),
+        ("5.15.0-1051-aws", 2, True),
+        ("7.12.0", 2, True),
+        ("16.12.0", 2, True),
+        ("unknown", 2, True),
+    ],
+)
+def test_return_probes_allowed(release: str, mode: int | None, allowed: bool) -> None:
+    got, why = return_probes_allowed(release, mode)
+    assert got is allowed
+    assert bool(why) is not allowed
+    if why:
+        assert release in why and "counted, not timed" in why
+
+
+def test_only_x86_has_the_system_call() -> None:
+    assert not returns_ask_seccomp("6.12.0", "aarch64")
+    assert return_probes_allowed("6.12.0", 2, "aarch64") == (True, "")
+
+
+def test_the_rule_asks_for_the_process_on_such_kernels_only() -> None:
+    asked: list[int] = []
+
+    def mode_of(pid: int) -> int | None:
+        asked.append(pid)
+        return {1: 0, 2: 2}.get(pid)
+
+    assert ReturnRule("6.18.0", mode_of).why_not(2) is None
+    assert asked == []
+    rule = ReturnRule("6.12.0", mode_of)
+    if os.uname().machine == "x86_64":
+        assert not rule.anywhere
+        assert rule.why_not(1) is None
+        assert "mode filter" in str(rule.why_not(2))
+        assert "mode unknown" in str(rule.why_not(3))
+
+
+def test_seccomp_mode_of_processes() -> None:
+    assert seccomp_mode(os.getpid()) is not None
+    with subprocess.Popen(["/bin/true"]) as gone:
+        gone.wait()
+        assert seccomp_mode(gone.pid) is None
+
+
+def test_entry_only_counts_by_the_launch_program() -> None:
+    found = entry_only(points("cudaStreamSynchronize", "ncclAllReduce", "ncclBcast", "cudaLaunchKernel"))
+    assert [p.hook.name for p in found] == ["cudaStreamSynchronize", "ncclAllReduce", "cudaLaunchKernel"]
+    assert {program_of(p.hook) for p in found} == {"launch"}
+    assert [p.hook.cookie for p in found] == [BY_NAME[p.hook.name].cookie for p in found]
 
 
 def test_few_hooks_fill_the_room() -> None:
@@ -101,3 +173,24 @@ def test_style_by_what_the_kernel_answers(
     monkeypatch.setattr(linkstyle, "has_uprobe_multi", lambda: multi)
     monkeypatch.setattr(linkstyle, "load_program", load_program)
     assert best_style() is style
+
+
+def test_return_probes_stand_on_the_allow_list_only() -> None:
+    """Each with its reason; none on a function that runs the program's code: an exception thrown through a
+    return-probed frame ends the process."""
+    pairs = [hook for hook in HOOKS if hook.mode == "PAIR"]
+    assert len(pairs) > 100
+    for hook in pairs:
+        assert len(hook.reason) > 15, hook.name
+        assert not any(word in hook.name for word in CALLS_BACK), hook.name
+        assert not CALLABLE & set(hook.arguments.replace("*", "").split()), hook.name
+    for hook in HOOKS:
+        if any(word in hook.name for word in CALLS_BACK):
+            assert hook.mode == "ENTRY", hook.name
+    assert BY_NAME["cudaLaunchHostFunc"].mode == BY_NAME["cuLaunchHostFunc"].mode == "ENTRY"
+
+
+def test_the_generator_insists_on_a_reason() -> None:
+    line = 'HOOK(1, CUDART, cudaX, wait, PAIR, "", "", "")\n'
+    with pytest.raises(ValueError, match="no reason"):
+        generator().read_table(line)
