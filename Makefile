@@ -13,7 +13,7 @@ QUIET :=
 endif
 say = @printf '  %-10s %s\n' '$(1)' '$(2)'
 
-APT := python3 python3-venv python3-dev python3-bpfcc gcc make libc6-dev linux-libc-dev libbpf-dev clang llvm clang-format \
+APT := python3 python3-venv python3-dev python3-bpfcc gcc g++ make libc6-dev linux-libc-dev libbpf-dev clang llvm clang-format \
        bpftool bpftrace libcap2-bin iproute2
 PROBES := $(wildcard probes/*.h probes/*.c) native/wire.h
 BPF_OBJECT := $(BUILD)/probes/stallscope.bpf.o
