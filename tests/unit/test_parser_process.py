@@ -166,7 +166,7 @@ def test_a_hostile_parser_is_ended(what: str, library: int, monkeypatch: pytest.
 GOOD: dict[str, Any] = {
     "build_id": "ab", "soname": "x", "needed": [], "machine": "x86_64", "kind": "library",
     "symbols": {"f": [104, 100, 8, 0x1000, "dynsym"]}, "rejected": {}, "imported": [], "exec_segments": [[0, 500, 0]],
-    "stripped": False, "notes": [],
+    "stripped": False, "notes": [], "digest": None, "words": [], "hull": None,
 }  # fmt: skip
 BAD: list[dict[str, Any]] = [
     {"symbols": {"g": [104, 100, 8, 4096, "dynsym"]}}, {"symbols": {"f": [103, 100, 8, 4096, "dynsym"]}},
@@ -176,6 +176,7 @@ BAD: list[dict[str, Any]] = [
     {"symbols": {b"f": 1}}, {"symbols": {"f": ["104", 100, 8, 4096, "dynsym"]}}, {"build_id": "xyz"}, {"build_id": 5},
     {"machine": "\x1b[2J"}, {"kind": "other"}, {"imported": ["g"]}, {"imported": ["f", "f"]}, {"rejected": {"f": "?"}},
     {"needed": ["a" * 600]}, {"needed": ["a"] * 300}, {"exec_segments": [[1]]}, {"exec_segments": None}, {"notes": [3]},
+    {"digest": "ab"}, {"digest": 5}, {"words": ["f"]}, {"words": None}, {"hull": [3]}, {"hull": [9, 3]}, {"hull": [0, 501]},
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ __all__ = [
 ADDRESS_LIMIT = 1 << 47
 MAX_SEGMENTS, MAX_NEEDED, MAX_NOTES, MAX_FRAMES, MAX_NEEDS, MAX_NEED_BYTES = 512, 256, 8, 64, 256, 64
 BUILD_ID = re.compile(r"(?:[0-9a-f]{2}){1,64}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 MACHINE = re.compile(r"[a-z0-9_]{1,16}")
 
 
@@ -51,6 +52,9 @@ class ElfSymbols(NamedTuple):
         exec_segments: (vaddr, bytes in the file, file offset) of executable segments.
         stripped: it has no .symtab, so a static runtime in it can't be seen by name.
         notes: what of it could not be read.
+        digest: of its headers and symbol tables, when no names were asked for: equal ones give equal answers.
+        words: which of the words asked for stand in its data.
+        hull: file offsets [from, to) of the library that was linked into it, None where nothing tells.
     """
 
     build_id: str | None
@@ -65,6 +69,9 @@ class ElfSymbols(NamedTuple):
     stripped: bool
     defined_any: bool
     notes: list[str]
+    digest: str | None
+    words: list[str]
+    hull: tuple[int, int] | None
 
 
 class InferredFrame(NamedTuple):
@@ -126,7 +133,9 @@ def _mapping(value: object, names: frozenset[str], what: str) -> dict[str, Any]:
     return value
 
 
-def check_symbols(answer: dict[str, Any], names: frozenset[str], file_size: int) -> ElfSymbols:
+def check_symbols(
+    answer: dict[str, Any], names: frozenset[str], file_size: int, words: frozenset[str] = frozenset()
+) -> ElfSymbols:
     """Check an answer to "symbols": only names asked for, all offsets inside the file; raises ParserFailed."""
     symbols = _mapping(answer.get("symbols"), names, "symbols")
     rejected = _mapping(answer.get("rejected"), names, "rejected")
@@ -150,7 +159,26 @@ def check_symbols(answer: dict[str, Any], names: frozenset[str], file_size: int)
         stripped=answer.get("stripped") is True,
         defined_any=bool(checked),
         notes=[text(n, 500, "notes") for n in items(answer.get("notes"), MAX_NOTES, "notes")],
+        digest=_digest(answer.get("digest")),
+        words=[_one_of(w, words, "words") for w in items(answer.get("words"), len(words), "words")],
+        hull=_hull(answer.get("hull"), file_size),
     )
+
+
+def _digest(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not DIGEST.fullmatch(value):
+        raise _wrong("digest")
+    return value
+
+
+def _hull(value: object, file_size: int) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    ((low, high),) = items([value], 1, "hull", 2)
+    low = number(low, 0, file_size, "hull")
+    return low, number(high, low + 1, file_size + 1, "hull")
 
 
 def _symbol(value: object, file_size: int) -> Symbol:

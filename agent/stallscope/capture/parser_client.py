@@ -88,18 +88,24 @@ class ParserClient:
             self._process.wait()
             self._process = None
 
-    def symbols(self, fd: int, names: Sequence[str], *, deadline_s: float | None = None) -> ElfSymbols:
+    def symbols(
+        self, fd: int, names: Sequence[str], *, words: Sequence[str] = (), prefixes: Sequence[str] = (),
+        deadline_s: float | None = None,
+    ) -> ElfSymbols:  # fmt: skip
         """Look up which of the names an ELF file defines, and where.
 
         Args:
             fd: descriptor of the file, stays the caller's.
+            words: at most 8 texts to look for in its data.
+            prefixes: at most 8 beginnings of names, see `ElfSymbols.hull`.
 
         Raises:
             ParserFailed: no usable ELF file, or the parser failed.
         """
-        answer = self._request({"op": "symbols", "names": list(names)}, [fd], deadline_s)
+        body = {"op": "symbols", "names": list(names), "words": list(words), "prefixes": list(prefixes)}
+        answer = self._request(body, [fd], deadline_s)
         with self._distrust():
-            return check_symbols(answer, frozenset(names), os.fstat(fd).st_size)
+            return check_symbols(answer, frozenset(names), os.fstat(fd).st_size, frozenset(words))
 
     def infer(
         self,

@@ -19,6 +19,7 @@ __all__ = ["answer", "serve"]
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE = 8 << 20
 MAX_FILES = 64
+MAX_EXTRAS = 8
 # What reading damaged input may raise besides ParseError; anything else is a bug and ends the process, which capture
 # starts again.
 EXPECTED = (ValueError, TypeError, LookupError, OverflowError, MemoryError, OSError, AttributeError, struct.error)
@@ -79,7 +80,8 @@ def _dispatch(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     """Run the named operation."""
     operation = request["op"]
     if operation == "symbols":
-        return find_symbols(Source(fds[0], "the file"), request["names"])
+        extras = {key: request.get(key, [])[:MAX_EXTRAS] for key in ("words", "prefixes")}
+        return find_symbols(Source(fds[0], "the file"), request["names"], **extras)
     if operation == "infer":
         return infer(request, [Source(fd, f"file {index}") for index, fd in enumerate(fds)])
     raise ParseError("cannot parse", f"operation {operation!r:.40}", "unknown")

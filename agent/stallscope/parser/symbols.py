@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from stallscope.parser import elf as e
 from stallscope.parser.elf import Elf
 from stallscope.parser.errors import ParseError
+from stallscope.parser.extras import digest, hull, mentioned
 from stallscope.parser.source import Source
 from stallscope.parser.symtab import Match, Scan, Table, dynamic_table, full_table, scan
 
@@ -16,8 +18,15 @@ ENDBR64 = b"\xf3\x0f\x1e\xfa"
 MAX_NAMES = 4096
 
 
-def find_symbols(source: Source, names: list[str]) -> dict[str, Any]:
+def find_symbols(
+    source: Source, names: list[str], words: Sequence[str] = (), prefixes: Sequence[str] = ()
+) -> dict[str, Any]:
     """Answer the request for one file (the keys are described in docs of `capture.parser_client.ElfSymbols`).
+
+    Args:
+        words: texts to look for in the file's loaded data.
+        prefixes: how the other functions of a library begin that was linked into this file with its own functions
+            side by side; names that begin so and are found in .symtab are where its `hull` starts.
 
     A damaged .symtab is a note, not an error: the loader never reads it, and .dynsym is still right.
 
@@ -35,7 +44,11 @@ def find_symbols(source: Source, names: list[str]) -> dict[str, Any]:
     full = _full_table(elf, notes)
     if full is not None and not found.complete():
         _scan_full(elf, full, found, notes)
-    return _answer(elf, found, stripped=full is None, notes=notes)
+    answer = _answer(elf, found, stripped=full is None, notes=notes)
+    answer["digest"] = digest(elf, [table, full]) if not names else None
+    answer["words"] = mentioned(elf, words)
+    answer["hull"] = hull(elf, full, found, prefixes) if full is not None and prefixes else None
+    return answer
 
 
 def _full_table(elf: Elf, notes: list[str]) -> Table | None:

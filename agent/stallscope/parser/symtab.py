@@ -9,7 +9,7 @@ from typing import NamedTuple
 from stallscope.parser import elf as e
 from stallscope.parser.elf import Elf
 
-__all__ = ["Match", "Scan", "Table", "dynamic_table", "full_table", "scan"]
+__all__ = ["Match", "Scan", "Table", "dynamic_table", "full_table", "functions", "scan"]
 
 STT_NOTYPE, STT_FUNC, STT_GNU_IFUNC = 0, 2, 10
 SHT_SYMTAB, SHT_STRTAB, SHT_DYNSYM = 2, 3, 11
@@ -192,3 +192,15 @@ def _note(into: Scan, name: str, entry: tuple[int, int, int, int, int, int], *, 
     known = into.defined.get(name)
     if known is None or rank < known.rank:
         into.defined[name] = Match(rank, value, size, kind == STT_GNU_IFUNC, table)
+
+
+def functions(elf: Elf, table: Table) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (address, size in bytes, name) of every defined function of a table."""
+    strings = elf.source.read(table.strings, table.strings_size)
+    for start in range(0, table.length, CHUNK):
+        length = min(CHUNK, table.length - start) * _SYM.size
+        for name, info, _other, section, value, size in _SYM.iter_unpack(
+            elf.source.read(table.offset + start * _SYM.size, length)
+        ):
+            if info & 15 == STT_FUNC and section and value:
+                yield value, size, _plain_name(strings, name)
