@@ -21,6 +21,16 @@ INL void lose_frame(struct wire_row *r, struct wire_frame *f, u32 place) {
   lose(count_of(r->slot, HOOK_OF(f->cookie)), place);
 }
 
+/* Whether a paired call of the family is under way above this stack pointer: ncclSend enters ncclGroupStart itself. */
+INL int inside_live(struct wire_row *r, u64 sp, u32 family) {
+  u32 depth = r->depth;
+  int nested = 0;
+#pragma unroll
+  for (u32 j = 0; j < WIRE_DEPTH; j++)
+    if (j < depth && frame_at(r, j)->sp > sp && FAMILY_OF(frame_at(r, j)->cookie) == family) nested = 1;
+  return nested;
+}
+
 INL int do_launch(struct pt_regs *ctx, u64 cookie) {
   struct hit h = {.cookie = cookie, .id = current_id()};
   if (!h.id) return 0;
@@ -34,7 +44,7 @@ INL int do_launch(struct pt_regs *ctx, u64 cookie) {
   int is_vital = FLAGS_OF(cookie) & WIRE_HOOK_VITAL, is_driver = FLAGS_OF(cookie) & WIRE_HOOK_DRIVER;
   int pick = is_vital || sampled(HOOK_OF(cookie), h.n);
   if (pick || is_driver) take_arguments(&h, ctx);
-  if (is_driver && returns_into_runtime(h.slot, h.back)) {
+  if (is_driver ? returns_into_runtime(h.slot, h.back) : is_vital && r && inside_live(r, ctx->sp, FAMILY_OF(cookie))) {
     h.flags |= WIRE_NESTED;
     __sync_fetch_and_add(&c->nested, 1);
   }
