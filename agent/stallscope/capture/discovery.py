@@ -32,6 +32,7 @@ _MISC_EXEC = 1 << 13
 _HEAD = struct.Struct("<IHH")
 _MAPPED = struct.Struct("<IIQQQIIQQII")
 _TASK_BODY = struct.Struct("<IIII")
+_PID = struct.Struct("<I")
 _LOST_BODY = struct.Struct("<QQ")
 _TRAILER = struct.Struct("<IIQ")  # sample_id_all: pid, tid, time
 
@@ -88,6 +89,7 @@ class Lost(NamedTuple):
     missing: int
 
 
+Whole = Callable[[int], bool]
 Event = Mapped | Forked | Execed | Exited | Lost
 
 
@@ -111,10 +113,12 @@ def _text(data: bytes) -> str:
     return data.partition(b"\0")[0].decode(errors="surrogateescape")
 
 
-def _mapped(data: bytes, _misc: int, wanted: re.Pattern[bytes] | None) -> Mapped | None:
+def _mapped(data: bytes, wanted: re.Pattern[bytes] | None, whole: Whole | None) -> Mapped | None:
     path = data[_HEAD.size + _MAPPED.size : -_TRAILER.size].partition(b"\0")[0]
     if wanted is not None and not wanted.search(path):
-        return None
+        (owner,) = _PID.unpack_from(data, _HEAD.size)
+        if whole is None or not whole(owner):
+            return None
     pid, tid, address, length, pgoff, major, minor, inode, _gen, _prot, _flags = _MAPPED.unpack_from(data, _HEAD.size)
     at_ns = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)[2]
     return Mapped(pid, tid, at_ns, address, length, pgoff, (major, minor), inode, _text(path))
@@ -155,10 +159,12 @@ _LEAST = {
 }  # fmt: skip
 
 
-def parse(data: bytes, cpu: int = 0, wanted: re.Pattern[bytes] | None = None) -> list[Event]:
+def parse(
+    data: bytes, cpu: int = 0, wanted: re.Pattern[bytes] | None = None, whole: Whole | None = None
+) -> list[Event]:
     """The events in raw records of one CPU's ring; records of other kinds or too short are left out."""
     parsers: dict[int, Callable[[bytes, int], Event | None]] = {
-        _RECORD_MMAP2: lambda record, misc: _mapped(record, misc, wanted),
+        _RECORD_MMAP2: lambda record, _: _mapped(record, wanted, whole),
         _RECORD_COMM: _comm,
         _RECORD_FORK: lambda record, _: _task(record, _RECORD_FORK),
         _RECORD_EXIT: lambda record, _: _task(record, _RECORD_EXIT),
@@ -181,6 +187,7 @@ class Discovery:
         pages: ring size of each CPU in pages, a power of two; 64 (256 KiB) hold about 1500 mappings between two reads.
         wanted: leave out mappings whose path does not match; saves most of the time on a node that starts many
             processes.
+        whole: the pids of which no mapping is left out: a traced process may map a library under another name.
 
     Raises:
         OSError: EACCES, EPERM (CAP_PERFMON is missing), EMFILE, ...
@@ -188,11 +195,13 @@ class Discovery:
     """
 
     def __init__(
-        self, cpus: Iterable[int] | None = None, pages: int = DEFAULT_PAGES, wanted: re.Pattern[bytes] | None = None
-    ) -> None:
+        self, cpus: Iterable[int] | None = None, pages: int = DEFAULT_PAGES, wanted: re.Pattern[bytes] | None = None,
+        whole: Whole | None = None,
+    ) -> None:  # fmt: skip
         if pages < 1 or pages & (pages - 1):
             raise ValueError(f"pages {pages}")
         self._wanted = wanted
+        self._whole = whole
         self._rings: list[tuple[int, Any]] = []
         self._bytes = pages * os.sysconf("SC_PAGESIZE")
         self._room = ffi.new("uint8_t[]", self._bytes)
@@ -219,7 +228,7 @@ class Discovery:
         for cpu, ring in self._rings:
             length = lib.perf__drain(ring, self._room, self._bytes)
             if length > 0:
-                found += parse(bytes(ffi.buffer(self._room, length)), cpu, self._wanted)
+                found += parse(bytes(ffi.buffer(self._room, length)), cpu, self._wanted, self._whole)
             elif length < 0:
                 found.append(Lost(0, 0, 0, cpu, 0))
         found.sort(key=lambda event: event.at_ns)
