@@ -1,4 +1,4 @@
-"""What the linker asks the parser, and how often."""
+"""How often the parser is asked about a file that it can't read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stallscope.capture.linker import Linker
 from stallscope.capture.parser_client import ParserFailed
+from stallscope.capture.resolver import EVERY, Resolver
 
 
 class Parser:
@@ -20,7 +20,7 @@ class Parser:
         self.asked = 0
         self._died = died
 
-    def symbols(self, fd: int, names: Sequence[str]) -> Any:
+    def symbols(self, fd: int, names: Sequence[str], **_: Any) -> Any:
         self.asked += 1
         raise ParserFailed("cannot parse", "symbols", "no answer within 3 s", died=self._died)
 
@@ -30,10 +30,10 @@ def test_a_file_that_fails_is_not_asked_about_for_ever(tmp_path: Path, died: boo
     """A job starts the same program a thousand times; each time the capture would stand still for 3 s."""
     (tmp_path / "program").write_bytes(b"x")
     parser = Parser(died=died)
-    linker = Linker({}, parser, lambda *_: None, lambda *_: None, lambda: 0)  # type: ignore[arg-type]
+    resolver = Resolver(parser)  # type: ignore[arg-type]
     fd = os.open(tmp_path / "program", os.O_RDONLY)
     for _ in range(5):
         with pytest.raises(ParserFailed, match="no answer within 3 s"):
-            linker._resolve(fd, None)
+            resolver.resolve(fd, EVERY)
     os.close(fd)
     assert parser.asked == times

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stallscope.capture.blocked import read_blocked, read_memory
-from stallscope.capture.linker import open_mapping
+from stallscope.capture.mapped import open_mapping
 from stallscope.capture.parser_client import Inferred, ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, executable_mappings, threads_of, vdso_of
 from stallscope.capture.rings import Rows
@@ -144,7 +144,7 @@ class Inference:
                     continue
                 if (found and call.seen == _trace(*found, call.slot_addr)) or self._clock() > end_ns:
                     continue
-                if not any(call.hook in library.hooks for library in target.linked.values()):
+                if not any(call.hook == hook for library in target.linked.values() for hook, _, _ in library.places):
                     continue  # its library's links are closed, at the end of the capture: nobody could tell its frame
                 scene = scene or _Scene.of(target)
                 target.inferred.remove(call)
@@ -225,7 +225,7 @@ class _Scene:
         # Threads that spin on the clock are mostly there.
         vdso = Mapping(*place, 0, (0, 0), 0, "[vdso]") if place and place[1] - place[0] <= MAX_VDSO else None
         mappings = sorted([*mappings, vdso] if vdso else mappings)
-        hooks = [(hook, address, size) for lib in target.linked.values() for hook, (address, size) in lib.hooks.items()]
+        hooks = [point for lib in target.linked.values() for point in sorted(lib.places)]
         return cls(target.pid, mappings, hooks, vdso)
 
     def relevant(self, stack: bytes, pc: int) -> tuple[list[tuple[int, int, int, int]], list[int]]:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import stat
 from collections.abc import Callable
 from typing import Any
 
 from stallscope.capture.libmatch import match
+from stallscope.capture.mapped import has_breakpoint, open_mapping
 from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, clean, executable_mappings, live_path
+from stallscope.capture.ranges import place, runtime_ranges, runtime_text
+from stallscope.capture.resolver import EVERY, Resolver, is_whole
 from stallscope.capture.seccomp import ReturnRule
 from stallscope.capture.sharing import Sharing
-from stallscope.capture.target import LinkedLibrary, Point, Resolved, Target
+from stallscope.capture.target import FileKey, LinkedLibrary, Resolved, Target
 from stallscope.errors import StallscopeError, TargetProblem
 from stallscope.wire.frames import Kind
-from stallscope.wire.hook_table import BY_NAME, HOOKS, Hook
 
-__all__ = ["Linker", "open_mapping"]
+__all__ = ["Linker"]
 
-MAX_RANGES = 4
-MAX_TRIES = 2
-FileKey = tuple[tuple[int, int], int]
-
-
-def wanted(library: str | None) -> list[Hook]:
-    """Hooks to look for in a library of that kind; None = a program that may hold a static runtime."""
-    return [hook for hook in HOOKS if hook.mode != "SHIM" and library in (None, hook.library)]
+MAX_RANGES, MAX_FITTED = 4, 4096
 
 
 class Linker:
@@ -54,12 +49,11 @@ class Linker:
     ) -> None:
         self._rule = rule or ReturnRule()
         self._sharing = sharing
-        self._parser = parser
+        self._resolver = Resolver(parser)
+        self._fitted: dict[tuple[int, int, int, int, str], Resolved] = {}
         self._set_ranges = set_ranges
         self._send = send
         self._clock = clock
-        self._known: dict[tuple[int, int, int, int], Resolved] = {}
-        self._failed: dict[tuple[int, int, int, int], list[ParserFailed]] = {}
         self.before_link: Callable[[Target, int], None] | None = None
 
     def link_process(self, target: Target, appeared_ns: int | None) -> int:
@@ -74,7 +68,11 @@ class Linker:
             program = os.stat(f"{live_path(target.pid)}/exe").st_ino
         except OSError:
             return 0
-        return sum(self.link_mapping(target, m, appeared_ns, m.inode == program) for m in mappings)
+        before = set(target.linked)
+        found = sum(self._one(target, m, appeared_ns, m.inode == program) for m in mappings)
+        if before.intersection((m.device, m.inode, "") for m in mappings):
+            self._refresh(target, mappings)
+        return found
 
     def link_forked(self, target: Target, parent: Target) -> None:
         """Link in a forked child what is linked in its parent, without looking at anything or telling anybody first.
@@ -84,8 +82,9 @@ class Linker:
         """
         for key, theirs in parent.linked.items():
             linked = LinkedLibrary(
-                theirs.library, theirs.path, dict(theirs.hooks), resolved=theirs.resolved, text=theirs.text
-            )
+                theirs.library, theirs.path, set(theirs.places), resolved=theirs.resolved, text=theirs.text,
+                carried=theirs.carried, embedded=theirs.embedded,
+            )  # fmt: skip
             try:
                 linked.fd, linked.untimed = os.dup(theirs.fd), self._rule.why_not(target.pid)
                 self._sharing.link(target, linked)
@@ -96,6 +95,10 @@ class Linker:
                 continue
             linked.at_ns = self._clock()
             target.linked[key] = linked
+        target.refused = set(parent.refused)
+        target.twins = dict(parent.twins)
+        target.unasked.asked = set(parent.unasked.asked)
+        target.unasked.waiting = dict(parent.unasked.waiting)
         target.ranges = list(parent.ranges)
         self._set_ranges(target.slot, target.ranges)
 
@@ -107,28 +110,41 @@ class Linker:
 
     def _tell_notes(self, target: Target) -> None:
         for note in target.late_notes:
-            self._note(target, note)
+            self.note(target, note)
         target.late_notes.clear()
 
     def link_mapping(self, target: Target, mapping: Mapping, appeared_ns: int | None, is_program: bool = False) -> bool:
         """Link one executable mapping if it holds hooks; True when something new was linked."""
+        key = (mapping.device, mapping.inode, "")
+        if key in target.linked or key in target.twins:
+            # Mapped again: after exec, twice (dlmopen), or closed and opened anew. The links hold, the addresses don't.
+            with contextlib.suppress(OSError):
+                self._refresh(target, executable_mappings(target.pid))
+            return False
+        return self._one(target, mapping, appeared_ns, is_program)
+
+    def _one(self, target: Target, mapping: Mapping, appeared_ns: int | None, is_program: bool) -> bool:
         library = match(mapping.path)
-        if library is None and not is_program:
+        key = (mapping.device, mapping.inode, "")
+        if library in (None, "NCCL") and not is_program and key not in target.unasked.asked:
+            target.unasked.waiting.setdefault(key, (mapping, appeared_ns))
+        if (library is None and not is_program) or key in target.refused or key in target.linked or key in target.twins:
             return False
-        key = (mapping.device, mapping.inode)
-        if key in target.refused:
-            return False
-        if key in target.linked:
-            self._moved(target, target.linked[key], mapping, static=library is None)
-            return False
+        return self._guarded(target, mapping, library, key, appeared_ns)
+
+    def _guarded(
+        self, target: Target, mapping: Mapping, library: str | None, key: FileKey, appeared_ns: int | None
+    ) -> bool:
+        """One file that can't be linked is a note and no reason to leave the others."""
         try:
             return self._link_file(target, mapping, library, key, appeared_ns)
         except (ProcessLookupError, TargetProblem):
             return False  # it has ended
         except (OSError, StallscopeError, ParserFailed) as error:
             target.refused.add(key)
-            self._note(target, f"{clean(mapping.path)} is not linked: {error}")
-            if library is not None:  # its calls are unseen from here on, and no number may look as if they were not
+            self.note(target, f"{clean(mapping.path)} is not linked: {error}")
+            if library is not None:
+                # Its calls are unseen from here on, and no number may look as if they were not.
                 now = self._clock()
                 self._gap(target, appeared_ns or now, now, f"{library} could not be linked")
             return False
@@ -138,29 +154,103 @@ class Linker:
     ) -> bool:
         fd = open_mapping(target.pid, mapping)
         try:
-            resolved = self._resolve(target, fd, library, clean(mapping.path))
+            found = self._resolver.resolve(fd, frozenset((library,)) if library else EVERY)
+            resolved = self._fitting(target, fd, library or "", clean(mapping.path), found)
             if not resolved.points:
                 target.refused.add(key)
-                if resolved.left_out:
-                    self._note(target, resolved.left_out)
-                elif library is not None:
-                    self._note(target, f"{clean(mapping.path)} looks like {library} and defines none of its functions")
+                self._nothing_in(target, mapping, library, key, resolved)
                 os.close(fd)
                 return False
             name = library or resolved.points[0].hook.library
             linked = LinkedLibrary(name, clean(mapping.path), resolved=resolved, fd=fd)
             linked.untimed = self._rule.why_not(target.pid)
-            self._add_ranges(target, linked, mapping, resolved.points, static=library is None)
-            self._sharing.link(target, linked)
+            return self._link(target, mapping, key, linked, appeared_ns, in_program=library is None)
         except BaseException:
             os.close(fd)
             raise
-        self._place(linked, mapping, resolved.points)
+
+    def _nothing_in(
+        self, target: Target, mapping: Mapping, library: str | None, key: FileKey, resolved: Resolved
+    ) -> None:
+        if resolved.left_out:
+            self.note(target, resolved.left_out)
+        elif library is not None:
+            self.note(target, f"{clean(mapping.path)} looks like {library} and defines none of its functions")
+        elif resolved.stripped and resolved.has_runtime_words:
+            target.silent[key] = clean(mapping.path)
+
+    def link_carried(
+        self, target: Target, mapping: Mapping, libraries: frozenset[str], appeared_ns: int | None, deadline_s: float
+    ) -> None:
+        """Link libraries that a file of another name has inside. Raises OSError, ParserFailed, StallscopeError."""
+        fd = open_mapping(target.pid, mapping)
+        try:
+            resolved = self._resolver.resolve(fd, libraries, deadline_s=deadline_s)
+            for library in sorted(lib for lib in libraries if is_whole(resolved, lib)):
+                points = [p for p in resolved.points if p.hook.library == library]
+                own = resolved._replace(points=points, missing=[], hull=resolved.hull if library == "CUDART" else None)
+                own = self._fitting(target, fd, f"inner {library}", clean(mapping.path), own)
+                if not own.points:
+                    self._nothing_in(target, mapping, library, (mapping.device, mapping.inode, library), own)
+                    continue
+                linked = LinkedLibrary(library, clean(mapping.path), resolved=own, fd=os.dup(fd), carried=True)
+                self._link_one_carried(target, mapping, linked, appeared_ns)
+            if "CUDART" in libraries and not is_whole(resolved, "CUDART") and resolved.stripped:
+                self._nothing_in(target, mapping, None, (mapping.device, mapping.inode, "CUDART"), resolved)
+        finally:
+            os.close(fd)
+
+    def _link_one_carried(
+        self, target: Target, mapping: Mapping, linked: LinkedLibrary, appeared_ns: int | None
+    ) -> None:
+        key = (mapping.device, mapping.inode, linked.known_as)
+        try:
+            is_new = self._link(target, mapping, key, linked, appeared_ns, in_program=True)
+        except BaseException:
+            linked.close()
+            raise
+        if is_new:
+            self.note(target, f"{linked.path} has {linked.library} inside, under another name: probed there")
+
+    def _link(
+        self, target: Target, mapping: Mapping, key: FileKey, linked: LinkedLibrary, appeared_ns: int | None,
+        *, in_program: bool,
+    ) -> bool:  # fmt: skip
+        linked.embedded = in_program
+        linked.text = runtime_text(linked, mapping)
+        if twin := self._twin_of(target, mapping, linked):
+            target.twins[key] = twin
+            linked.close()
+            with contextlib.suppress(OSError):
+                self._refresh(target, executable_mappings(target.pid))
+            return False
+        # Ranges first: the driver calls of the very first runtime call must find them.
+        self._set_all_ranges(target, linked, target.ranges + runtime_ranges(linked, mapping))
+        self._sharing.link(target, linked)
+        linked.places = place(linked, mapping)
         linked.at_ns = self._clock()
         target.linked[key] = linked
         self._announce(target, linked, appeared_ns)
+        self._tell_rejected(target, linked)
         self._tell_notes(target)
         return True
+
+    def _twin_of(self, target: Target, mapping: Mapping, linked: LinkedLibrary) -> FileKey | None:
+        """The same file, linked already by another way to it: an overlay and what lies below it are one inode, and
+        a second link would count each call twice. The breakpoint that stands there already is the proof."""
+        info, points = os.fstat(linked.fd), linked.resolved.points
+        for key, other in target.linked.items():
+            theirs = os.fstat(other.fd)
+            alike = (theirs.st_ino, theirs.st_size, other.library) == (info.st_ino, info.st_size, linked.library)
+            if alike and has_breakpoint(target.pid, mapping, linked.fd, points[0].probe_offset):
+                return key
+        return None
+
+    def _tell_rejected(self, target: Target, linked: LinkedLibrary) -> None:
+        for why in sorted(set(linked.resolved.rejected.values())):
+            names = sorted(name for name, given in linked.resolved.rejected.items() if given == why)
+            reason = "they are resolvers (ifunc)" if why == "ifunc" else "they lie outside the file's code"
+            self.note(target, f"{linked.path}: {', '.join(names)} not probed: {reason}")
 
     def _announce(self, target: Target, linked: LinkedLibrary, appeared_ns: int | None) -> None:
         now, resolved = linked.at_ns, linked.resolved
@@ -186,101 +276,56 @@ class Linker:
         body = {"source": "link", "proc": target.proc, "count": None, "from_ns": from_ns, "to_ns": to_ns}
         self._send(Kind.GAP, {**body, "reason": reason})
 
-    def _resolve(self, target: Target, fd: int, library: str | None, path: str) -> Resolved:
+    def _fitting(self, target: Target, fd: int, part: str, path: str, found: Resolved) -> Resolved:
+        """With those of the file's functions that the kernel has room for; asked once for each file."""
         info = os.fstat(fd)
-        key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
-        if key not in self._known:
-            for table in (self._known, self._failed):
-                if len(table) >= 1024:
-                    table.clear()
-            found = self._ask(key, fd, library)
+        key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size, part)
+        if key not in self._fitted:
+            if len(self._fitted) >= MAX_FITTED:
+                self._fitted.clear()
             points, left_out = self._sharing.choose(path, found.points)
             if left_out and points:
                 target.late_notes.append(left_out)
-            self._known[key] = found._replace(points=points, left_out=left_out)
-        return self._known[key]
+            self._fitted[key] = found._replace(points=points, left_out=left_out)
+        return self._fitted[key]
 
-    def _ask(self, key: tuple[int, int, int, int], fd: int, library: str | None) -> Resolved:
-        """Ask the parser, but not for each process about a file that it refuses or that holds it up for seconds."""
-        failures = self._failed.setdefault(key, [])
-        if failures and (not failures[-1].died or len(failures) >= MAX_TRIES):
-            last = failures[-1]  # not raised itself: its traceback would grow each time
-            raise ParserFailed(last.what, last.object, last.why, died=last.died)
-        try:
-            answer = self._parser.symbols(fd, [hook.name for hook in wanted(library)])
-        except ParserFailed as failure:
-            failures.append(failure)
-            raise
-        del self._failed[key]
-        return Resolved(answer.build_id, _points(answer.symbols), sorted(answer.rejected), answer.stripped)
+    def _refresh(self, target: Target, mappings: list[Mapping]) -> None:
+        """Where everything linked stands now."""
+        for linked in target.linked.values():
+            linked.places = set()
+        ranges: list[tuple[int, int]] = []
+        for mapping in mappings:
+            for part in ("", "CUDART", "NCCL"):
+                key = (mapping.device, mapping.inode, part)
+                found = target.linked.get(target.twins.get(key, key))
+                if found is not None:
+                    found.places |= place(found, mapping)
+                    ranges += runtime_ranges(found, mapping)
+        self._set_all_ranges(target, None, ranges)
 
-    def _add_ranges(
-        self, target: Target, linked: LinkedLibrary, mapping: Mapping, points: list[Point], *, static: bool
-    ) -> None:
-        if linked.library != "CUDART":
+    def _set_all_ranges(self, target: Target, added: LinkedLibrary | None, ranges: list[tuple[int, int]]) -> None:
+        if len(ranges) > MAX_RANGES and added is not None:
+            # Some may be of runtimes that were closed since.
+            with contextlib.suppress(OSError):
+                self._refresh(target, executable_mappings(target.pid))
+            ranges = target.ranges + ranges[-1:]
+        if len(ranges) > MAX_RANGES:
+            where = f" from {added.path}" if added else ""
+            self.note(target, f"more than {MAX_RANGES} runtimes: driver calls{where} count as calls of their own")
+        if ranges[:MAX_RANGES] != target.ranges:
+            target.ranges = ranges[:MAX_RANGES]
+            self._set_ranges(target.slot, target.ranges)
+
+    def tell_silent(self, target: Target, *, final: bool = False) -> None:
+        """Say which files have a runtime that can't be seen by name, once it is known what of it is seen."""
+        has_driver = any(p.hook.library == "CUDA" for lib in target.linked.values() for p in lib.resolved.points)
+        if not target.silent or not (has_driver or final):
             return
-        start, end = mapping.start, mapping.end
-        if static:
-            # A static runtime shares the program's text: only the hull of its functions is the runtime, or the
-            # program's own driver calls would count as the runtime's.
-            places = [p.symbol_offset for p in points if p.hook.library == "CUDART"]
-            ends = [p.symbol_offset + p.size for p in points if p.hook.library == "CUDART"]
-            start, end = (mapping.start - mapping.offset + x for x in (min(places), max(ends)))
-        linked.text = (start - mapping.start + mapping.offset, end - mapping.start + mapping.offset)
-        if len(target.ranges) >= MAX_RANGES:
-            self._note(
-                target, f"more than {MAX_RANGES} runtimes: driver calls from {linked.path} count as calls of their own"
-            )
-            return
-        target.ranges.append((start, end))
-        self._set_ranges(target.slot, target.ranges)
+        for path in target.silent.values():
+            rest = "only driver calls seen" if has_driver else "no libcuda was loaded, so none of its calls are seen"
+            self.note(target, f"stripped static runtime in {path}: {rest}")
+        target.silent.clear()
 
-    def _place(self, linked: LinkedLibrary, mapping: Mapping, points: list[Point]) -> None:
-        for p in points:
-            address = mapping.start + p.symbol_offset - mapping.offset
-            if mapping.start <= address < mapping.end:
-                linked.hooks[p.hook.id] = (address, p.size)
-
-    def _moved(self, target: Target, linked: LinkedLibrary, mapping: Mapping, *, static: bool) -> None:
-        """A linked file mapped again (after exec, or twice): its links hold, its addresses are new."""
-        points = linked.resolved.points
-        if not any(mapping.start <= address < mapping.end for address, _ in linked.hooks.values()):
-            self._add_ranges(target, linked, mapping, points, static=static)
-            self._place(linked, mapping, points)
-
-    def _note(self, target: Target, text: str) -> None:
+    def note(self, target: Target, text: str) -> None:
+        """Tell the report something about one process."""
         self._send(Kind.NOTE, {"at_ns": self._clock(), "proc": target.proc, "text": text})
-
-
-def _points(symbols: dict[str, Any]) -> list[Point]:
-    points: dict[int, Point] = {}
-    for name in sorted(symbols, key=lambda n: BY_NAME[n].id):
-        s = symbols[name]
-        # Aliases share an address; two probes on one address would fire twice.
-        points.setdefault(s.probe_offset, Point(BY_NAME[name], s.probe_offset, s.symbol_offset, s.size))
-    return list(points.values())
-
-
-def open_mapping(pid: int, mapping: Mapping) -> int:
-    """Descriptor of the mapped file itself, also when it was deleted or lives in another mount namespace.
-
-    The path comes from the target: whatever it leads to is taken only if it is the regular file that is mapped.
-    Raises OSError.
-    """
-    path = mapping.path.removesuffix(" (deleted)")
-    last: OSError | None = None
-    # The mapping itself first; it needs CAP_CHECKPOINT_RESTORE or more, the path does not.
-    for candidate in (f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}", f"{live_path(pid)}/root{path}"):
-        try:
-            # O_PATH first: opening what the target put there (a pipe, a device) could block or act.
-            handle = os.open(candidate, os.O_PATH | os.O_CLOEXEC)
-        except OSError as error:
-            last = error
-            continue
-        try:
-            info = os.fstat(handle)
-            if info.st_ino == mapping.inode and stat.S_ISREG(info.st_mode):
-                return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(handle)
-    raise last or FileNotFoundError(f"{clean(path)} is no longer the file that is mapped")

@@ -15,7 +15,7 @@ from stallscope.capture.procfs import Facts, children_of, facts_of
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.tables import Tables
-from stallscope.capture.target import Target
+from stallscope.capture.target import Target, Unasked
 from stallscope.errors import TargetProblem
 from stallscope.wire.frames import Kind
 
@@ -216,10 +216,13 @@ class Population:
                 linked.close()
             self._reaper.close_later(*target.links())
             target.linked.clear()
+            target.twins.clear()
         for linked in target.linked.values():
-            linked.hooks.clear()
+            linked.places.clear()
         target.ranges.clear()
         target.refused.clear()
+        target.unasked = Unasked()
+        self._linker.tell_silent(target, final=True)
         target.inferred.clear()
         self._tables.ranges.set(target.slot, [])
         with contextlib.suppress(OSError):
@@ -273,6 +276,7 @@ class Population:
         for dead in ready:
             target = dead.target
             self.send_counts(target, self._clock())
+            self._linker.tell_silent(target, final=True)
             exit_code, signal = (None, None) if dead.code < 0 else (dead.code >> 8 & 0xFF, dead.code & 0x7F or None)
             self._send(
                 Kind.EXIT,

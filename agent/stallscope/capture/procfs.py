@@ -13,7 +13,7 @@ __all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "f
            "live_path", "parent_of", "probe_area", "seccomp_mode", "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-_CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)")
+_CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)", re.MULTILINE)
 _MAPS_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$")
 MAX_CMDLINE_BYTES = 4096
 MAX_MAPS_BYTES = 16 << 20
@@ -78,10 +78,11 @@ def parent_of(pid: int) -> int:
 
 def _container(pid: int) -> str | None:
     try:
-        found = _CONTAINER.search(_read(pid, "cgroup", 65536).decode("utf-8", "replace"))
+        found = _CONTAINER.findall(_read(pid, "cgroup", 65536).decode("utf-8", "replace"))
     except OSError:
         return None
-    return found.group(1) if found else None
+    # A container inside a container: the path names both, the inner one last.
+    return str(found[-1]) if found else None
 
 
 def facts_of(pid: int) -> Facts:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stallscope.capture.carriers import Carriers
 from stallscope.capture.costs import Costs
 from stallscope.capture.discovery import Discovery, Lost, Mapped
 from stallscope.capture.gaps import Losses
@@ -91,6 +92,7 @@ class Session:
         self.population = Population(
             self.tables, self._linker, sharing, reaper, outbox.send, self._clock, follow=settings.children
         )
+        self._carriers = Carriers(self._linker, self._clock)
         self._inference = Inference(parser, self.tables.rows, outbox.send, self._clock)
         self._losses = Losses(self.tables.ctl.get, outbox.send)
         self._costs = costs
@@ -113,13 +115,14 @@ class Session:
                 continue
             self._tracepoints.append(RawTracepoint.attach(self._loaded.programs[program], tracepoint))
         # Discovery before the scan of the maps: what is mapped in between is seen twice rather than never.
-        self._discovery = Discovery(wanted=WANTED)
+        self._discovery = Discovery(wanted=WANTED, whole=lambda pid: self.population.by_pid(pid) is not None)
         self._mappings_read_ns = self._clock()
         # Edge-triggered: only the wakeups that process events force end a pause early. Level-triggered, any record that
         # waits in the ring would, and the loop would spin as long as the target makes calls.
         self._poller.register(self.tables.life.fileno(), select.EPOLLIN | select.EPOLLET)
         self._losses.poll(self._clock())
         self.population.adopt(self.settings.pids)
+        self._carriers.rush(self.population.live())
         for target in self.population.live():
             self._inference.search(target)
         self.look()  # what came while the stacks were searched
@@ -148,6 +151,8 @@ class Session:
         mark = self.tables.newest() if now >= self._next_slow_ns else None
         self.outbox.flush()
         self._pump()
+        # Before the news: a file is asked for a library inside it only when the library had time to come by its name.
+        self._carriers.step(self.population.live())
         self._read_mappings()
         self._losses.poll(now)
         self.population.bury()
@@ -248,6 +253,7 @@ class Session:
         self.population.bury()  # who ended while the links were taken away
         for target in self.population.live():
             self._inference.check(target)
+            self._linker.tell_silent(target, final=True)
             self._send_counts(target, now)
         self._send_inflight(now, final=True)
         self._losses.finish(now)

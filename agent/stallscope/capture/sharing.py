@@ -22,7 +22,7 @@ LINKS_PER_FILE = 8
 NO_FILE = 31
 NCCL_KINDS = ("collective", "p2p", "group", "comm")
 _SHARED_FLAG = 64 << 32
-RealFile = tuple[int, int, str | None]
+RealFile = tuple[int, int, str | None, str]
 
 
 def program_of(hook: Hook) -> str:
@@ -113,7 +113,7 @@ class Sharing:
     def _file(self, linked: LinkedLibrary) -> _File:
         # Not the device: an overlay shows its own, while probes go to the one inode below it.
         info = os.fstat(linked.fd)
-        key = (info.st_ino, info.st_size, linked.resolved.build_id)
+        key = (info.st_ino, info.st_size, linked.resolved.build_id, linked.known_as)
         if key not in self._files:
             # A number is not used twice: threads remember which files' unfiltered links count for them.
             self._files[key] = _File(min(len(self._files), NO_FILE))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stallscope.capture.procfs import Facts
+from stallscope.capture.procfs import Facts, Mapping
 from stallscope.wire.hook_table import Hook
 
-__all__ = ["InferredCall", "LinkedLibrary", "Point", "Resolved", "Target"]
+__all__ = ["FileKey", "InferredCall", "LinkedLibrary", "Point", "Resolved", "Target", "Unasked"]
+
+# (device, inode, "" or the library that it carries under another name)
+FileKey = tuple[tuple[int, int], int, str]
 
 
 class Point(NamedTuple):
@@ -23,9 +27,17 @@ class Point(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """What the parser said about a file; `missing`: functions it defines where no probe can stand.
+    """What the parser said about a file.
 
-    `left_out` names the functions that the kernel leaves no room for.
+    Attributes:
+        missing: hooks that it defines where no probe can stand.
+        stripped: it has no .symtab.
+        rejected: hook -> why no probe can stand there.
+        defined: every name asked for that it defines.
+        has_runtime_words: its data is that of a CUDA runtime, whatever its symbols say.
+        hull: file offsets [from, to) of a runtime that was linked into it, its inner functions included.
+        notes: what of the file could not be read.
+        left_out: names the functions that the kernel leaves no room for.
     """
 
     build_id: str | None
@@ -33,6 +45,11 @@ class Resolved(NamedTuple):
     missing: list[str]
     stripped: bool
     left_out: str | None = None
+    rejected: dict[str, str] = {}  # noqa: RUF012 - never written to
+    defined: frozenset[str] = frozenset()
+    has_runtime_words: bool = False
+    hull: tuple[int, int] | None = None
+    notes: Sequence[str] = ()
 
 
 @dataclass
@@ -44,13 +61,16 @@ class LinkedLibrary:
         untimed: why returns are not probed, None where they are (capture/seccomp.py).
         text: where the runtime's code lies in the file (offsets), None for other libraries.
         fd: the file itself, so that a forked child can be linked without another look-up.
-        hooks: hook id -> (absolute address of the function, its size in bytes), for the stack search.
+        places: (hook id, absolute address of the function, its size in bytes), for the stack search. A file that is
+            mapped twice (dlmopen) has two of each.
+        carried: its file bears another name: the library was linked into it.
+        embedded: it shares the file's code with what is not the library: a program or a carrier.
         entries, returns: link objects, closed entries first.
     """
 
     library: str
     path: str
-    hooks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    places: set[tuple[int, int, int]] = field(default_factory=set)
     entries: list[Any] = field(default_factory=list)
     returns: list[Any] = field(default_factory=list)
     resolved: Resolved = field(default=Resolved(None, [], [], False))
@@ -60,6 +80,13 @@ class LinkedLibrary:
     shared_since_ns: int = 0
     text: tuple[int, int] | None = None
     untimed: str | None = None
+    carried: bool = False
+    embedded: bool = False
+
+    @property
+    def known_as(self) -> str:
+        """Which of the parts of its file this is, as in FileKey."""
+        return self.library if self.carried else ""
 
     def close(self) -> None:
         """Let the file go; links are closed by who detaches them."""
@@ -85,8 +112,28 @@ class InferredCall:
 
 
 @dataclass
+class Unasked:
+    """Mapped files that bear no name of ours and may carry a library all the same (capture/carriers.py).
+
+    Attributes:
+        waiting: file -> (its mapping, since when it is there unseen or None).
+        asked: files that need not be looked at again.
+        spent_ns: time that it took so far.
+    """
+
+    waiting: dict[FileKey, tuple[Mapping, int | None]] = field(default_factory=dict)
+    asked: set[FileKey] = field(default_factory=set)
+    spent_ns: int = 0
+    stopped: bool = False
+
+
+@dataclass
 class Target:
-    """A process under observation; `proc` is its key in the report, `slot` its index in the BPF tables."""
+    """A process under observation; `proc` is its key in the report, `slot` its index in the BPF tables.
+
+    `silent`: path of each file with a runtime that has no symbols, until it was told. `twins`: files that are linked
+    already under another key.
+    """
 
     proc: int
     slot: int
@@ -94,8 +141,11 @@ class Target:
     parent: int | None
     pidfd: int
     appeared_ns: int
-    linked: dict[tuple[tuple[int, int], int], LinkedLibrary] = field(default_factory=dict)
-    refused: set[tuple[tuple[int, int], int]] = field(default_factory=set)
+    linked: dict[FileKey, LinkedLibrary] = field(default_factory=dict)
+    refused: set[FileKey] = field(default_factory=set)
+    unasked: Unasked = field(default_factory=Unasked)
+    silent: dict[FileKey, str] = field(default_factory=dict)
+    twins: dict[FileKey, FileKey] = field(default_factory=dict)
     ranges: list[tuple[int, int]] = field(default_factory=list)
     inferred: list[InferredCall] = field(default_factory=list)
     late_notes: list[str] = field(default_factory=list)

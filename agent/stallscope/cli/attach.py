@@ -214,7 +214,7 @@ class Attach:
             print("the target ended during the attach", file=sys.stderr)
             return
         libraries = sorted({lib.library for t in targets for lib in t.linked.values()})
-        hooks = sum(len(lib.hooks) for t in targets for lib in t.linked.values())
+        hooks = sum(len(lib.resolved.points) for t in targets for lib in t.linked.values())
         pids = ", ".join(f"{t.pid} ({t.facts.name})" for t in targets[:4]) + (" …" if len(targets) > 4 else "")
         where = " and ".join(libraries) if libraries else "no library yet"
         print(f"attached to PID {pids}: {hooks} functions in {where}", file=sys.stderr)
