@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from stallscope.aggregate.communicators import Communicator, root_address
@@ -18,6 +19,7 @@ from stallscope.output.rows import Row, bound, since
 __all__ = ["SCHEMA", "build_report", "report_json"]
 
 SCHEMA = "stallscope.report/1"
+MAX_FILES_TOLD = 32
 
 
 def report_json(state: State) -> str:
@@ -92,7 +94,22 @@ def _notes(state: State, accounting: Accounting) -> list[str]:
         notes.append(f"{state.unknown_kinds} frames of a kind that this version does not know were skipped")
     if state.processes.unknown_frames:
         notes.append(f"{state.processes.unknown_frames} frames about processes that are not in the table were skipped")
-    return notes
+    return notes + _probed(state)
+
+
+def _probed(state: State) -> list[str]:
+    """One sentence for each file: what stands in it, and in how many processes."""
+    found: dict[tuple[str, str], tuple[int, set[int]]] = {}
+    for process in state.processes.table.values():
+        for link in process.links:
+            hooks = Counter(state.hooks.get(hook).library for hook in link.hooks)
+            for library, number in sorted(hooks.items()):
+                most, procs = found.get((link.path, library), (0, set()))
+                found[link.path, library] = (max(most, number), procs | {process.proc})
+    return [
+        f"{path}: {number} functions of {library} probed" + (f" in {len(procs)} processes" if len(procs) > 1 else "")
+        for (path, library), (number, procs) in list(found.items())[:MAX_FILES_TOLD]
+    ]
 
 
 def _named(state: State, proc: int | None) -> str:
