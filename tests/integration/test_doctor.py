@@ -63,6 +63,45 @@ def test_a_process_with_a_cuda_library(needs_bpf: None, needs_tool: Callable[[st
     assert [check["state"] for check in answer["target"]["checks"]] == ["ok"] * 3
 
 
+def test_what_would_be_probed(needs_bpf: None) -> None:
+    """The same files and numbers as attach reports, and nothing is linked."""
+    from harness import TARGETS, Program, Tracer
+
+    with Program([TARGETS / "million", "1", "1", "300"]) as program:
+        program.wait_for("ready")
+        target = json.loads(doctor("--json", str(program.pid)).stdout)["target"]
+        shown = doctor(str(program.pid)).stdout.replace("\n", "")
+        with Tracer([program.pid]).attached() as tracer:
+            program.say()
+            program.truth()
+            notes = tracer.report()["capture"]["notes"]
+    assert [(file["library"], file["way"]) for file in target["would_probe"]] == [
+        ("CUDART", "filtered"), ("CUDA", "filtered")]  # fmt: skip
+    for file in target["would_probe"]:
+        assert f"{file['path']}: {file['functions']} functions of {file['library']} probed" in notes
+        assert 0 < file["timed"] < file["functions"] and len(file["build_id"]) == 40
+        assert f"would probe {file['library']} in {file['path']}" in shown
+    assert target["cost_per_call_ns"]["source"] == "estimated" and "(estimated" in shown
+    assert any(sentence.startswith("NCCL: not in the process") for sentence in target["would_stay_unseen"])
+
+
+def test_what_would_stay_unseen(needs_bpf: None, needs_tool: Callable[[str], str], tmp_path: Path) -> None:
+    """A stripped static program, and a file that only has the runtime's name."""
+    from harness import TARGETS, Program
+
+    subprocess.run([needs_tool("strip"), "-o", tmp_path / "app", TARGETS / "forker_static"], check=True)
+    (tmp_path / "x.c").write_text("int something(void) { return 1; }")
+    library = tmp_path / "libcudart.so.12"
+    subprocess.run([needs_tool("cc"), "-shared", "-fPIC", "-o", library, tmp_path / "x.c"], check=True)
+    with Program([tmp_path / "app"], env={"LD_PRELOAD": str(library)}) as program:
+        program.wait_for("ready")
+        target = json.loads(doctor("--json", str(program.pid)).stdout)["target"]
+    assert target["would_probe"] == []
+    unseen = "\n".join(target["would_stay_unseen"])
+    assert f"stripped static runtime in {tmp_path / 'app'}: none of its calls until libcuda is loaded" in unseen
+    assert f"{library} looks like CUDART and defines none of its functions" in unseen
+
+
 def test_not_permitted_is_exit_3(needs_bpf: None, needs_root: None, needs_tool: Callable[[str], str]) -> None:
     drop = (needs_tool("capsh"), "--drop=cap_bpf,cap_sys_admin", "--", "-c", 'exec "$0" "$@"')
     done = doctor("--json", prefix=drop)

@@ -194,6 +194,7 @@ class Linker:
                     self._nothing_in(target, mapping, library, (mapping.device, mapping.inode, library), own)
                     continue
                 linked = LinkedLibrary(library, clean(mapping.path), resolved=own, fd=os.dup(fd), carried=True)
+                linked.untimed = self._rule.why_not(target.pid)
                 self._link_one_carried(target, mapping, linked, appeared_ns)
             if "CUDART" in libraries and not is_whole(resolved, "CUDART") and resolved.stripped:
                 self._nothing_in(target, mapping, None, (mapping.device, mapping.inode, "CUDART"), resolved)

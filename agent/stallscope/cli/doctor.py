@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -14,10 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from stallscope.capture.libmatch import match
+from stallscope.capture.parser_client import ParserClient, ParserFailed
+from stallscope.capture.plan import ENTRY_NS, PAIR_NS, WAYS, Plan, plan
 from stallscope.capture.preflight import CAPABILITIES, NEEDED, Check, preflight, target_checks, unusable
 from stallscope.capture.procfs import clean, executable_mappings
 from stallscope.capture.rights import Refusal, refusal
 from stallscope.cli.arguments import pid_number
+from stallscope.cli.caller import caller
 from stallscope.errors import ExitCode
 from stallscope.output.stdout import printable, put
 
@@ -80,17 +85,29 @@ def run(args: argparse.Namespace) -> int:
     libraries = libraries_of(args.pid) if args.pid else []
     checks = preflight()
     result = verdict(checks, about_target)
+    planned = _plan(args.pid) if args.pid else None
     text = _json_text if args.json else _page
-    put(text(checks, about_target, libraries, result, args.pid), sys.stdout, *_PRINTING)
+    put(text(checks, about_target, libraries, result, planned), sys.stdout, *_PRINTING)
     return result.code
 
 
 _PRINTING = ("cannot print what the checks found", "send it somewhere with room")
 
 
+def _plan(pid: int) -> Plan:
+    who = caller()
+    with contextlib.closing(ParserClient()) as parser:
+        try:
+            parser.start(who.drop_uid, who.drop_gid)
+        except ParserFailed as error:
+            return Plan(pid, [], [f"everything: {error}"])
+        return plan(pid, parser)
+
+
 def _json_text(
-    checks: list[Check], about_target: list[Check], libraries: list[tuple[str, str]], result: Verdict, pid: int | None
-) -> str:
+    checks: list[Check], about_target: list[Check], libraries: list[tuple[str, str]], result: Verdict,
+    planned: Plan | None,
+) -> str:  # fmt: skip
     answer: dict[str, Any] = {
         "attach": result.attach,
         "why": result.why or None,
@@ -98,15 +115,20 @@ def _json_text(
         "checks": [check._asdict() for check in checks],
         "target": None,
     }
-    if pid:
+    if planned:
         found = [{"library": library, "path": path} for library, path in libraries]
-        answer["target"] = {"pid": pid, "checks": [check._asdict() for check in about_target], "libraries": found}
+        answer["target"] = {
+            "pid": planned.pid, "checks": [check._asdict() for check in about_target], "libraries": found,
+            "would_probe": [file._asdict() for file in planned.files], "would_stay_unseen": planned.unseen,
+            "cost_per_call_ns": {"entry": ENTRY_NS, "entry_and_return": PAIR_NS, "source": "estimated"},
+        }  # fmt: skip
     return json.dumps(answer, indent=2) + "\n"
 
 
 def _page(
-    checks: list[Check], about_target: list[Check], libraries: list[tuple[str, str]], result: Verdict, pid: int | None
-) -> str:
+    checks: list[Check], about_target: list[Check], libraries: list[tuple[str, str]], result: Verdict,
+    planned: Plan | None,
+) -> str:  # fmt: skip
     tty = sys.stdout.isatty()
     page = Console(
         file=io.StringIO(), width=min(WIDTH, _columns()), force_terminal=tty, highlight=False, markup=False,
@@ -119,9 +141,13 @@ def _page(
         table.add_row(Text(check.state, _colour(check)), _told(check))
     page.print(table)
     for library, path in libraries:
-        page.print(Text(f"pid {pid} maps {library}: {path}"))
-    if pid and not libraries:
-        page.print(Text(f"pid {pid} maps no library named like CUDA's; a program may also hold the runtime itself"))
+        page.print(Text(f"pid {planned.pid} maps {library}: {path}" if planned else path))
+    if planned and not libraries:
+        page.print(
+            Text(f"pid {planned.pid} maps no library named like CUDA's; a program may also hold the runtime itself")
+        )
+    for line in _planned_lines(planned) if planned else ():
+        page.print(Text(line))
     page.print(_conclusion(result))
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
     return printable(text, sys.stdout)
@@ -132,6 +158,18 @@ def _colour(check: Check) -> str:
     if check.state == "missing":
         return "red" if check.name in NEEDED or check.name in CAPABILITIES else "yellow"
     return COLOURS[check.state]
+
+
+def _planned_lines(planned: Plan) -> Iterator[str]:
+    for file in planned.files:
+        known = f"build id {file.build_id}" if file.build_id else "no build id"
+        yield f"would probe {file.library} in {file.path} ({known})"
+        yield f"  {file.functions} functions, {file.timed} of them timed; by a {WAYS[file.way]}"
+    if planned.files:
+        entry, pair = ENTRY_NS / 1000, PAIR_NS / 1000
+        yield f"cost: about {entry:.1f} us a launch, {pair:.1f} us a timed call (estimated: from our bench, not here)"
+    for sentence in planned.unseen:
+        yield f"would stay unseen: {sentence}"
 
 
 def _columns() -> int:
