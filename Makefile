@@ -14,7 +14,7 @@ endif
 say = @printf '  %-10s %s\n' '$(1)' '$(2)'
 
 APT := python3 python3-venv python3-dev python3-bpfcc gcc g++ make libc6-dev linux-libc-dev libbpf-dev clang llvm clang-format \
-       bpftool bpftrace libcap2-bin iproute2
+       bpftool bpftrace libcap2-bin iproute2 binutils podman runc conmon
 PROBES := $(wildcard probes/*.h probes/*.c) native/wire.h
 BPF_OBJECT := $(BUILD)/probes/stallscope.bpf.o
 NO_COOKIES_OBJECT := $(BUILD)/probes/stallscope.nocookies.bpf.o
