@@ -268,7 +268,7 @@ class Linker:
              "method": self._sharing.method, "missing": resolved.missing, "untimed": bool(linked.untimed)},
         )  # fmt: skip
         if linked.untimed:
-            self._note(target, f"{linked.path}: {linked.untimed}")
+            self.note(target, f"{linked.path}: {linked.untimed}")
         if appeared_ns is None or appeared_ns == now:
             return
         self._gap(target, appeared_ns, now, f"{linked.library} not linked yet")
