@@ -692,6 +692,7 @@ def test_job_writes_the_truth(tmp_path: Path) -> None:
         "--ranks=2",
         "--duration=2",
         "--checkpoint-every=0.5",
+        "--slow-rank=1",
         f"--truth={truth_file}",
     ]
     subprocess.run(
@@ -702,11 +703,12 @@ def test_job_writes_the_truth(tmp_path: Path) -> None:
     )
     ranks = json.loads(truth_file.read_text())["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
-    assert ranks[1]["slow"] and ranks[1]["steps"] < ranks[0]["steps"]
+    assert ranks[1]["slow"] and ranks[1]["steps"] == ranks[0]["steps"] > 0
+    assert ranks[0]["checkpoints"] > 0 == ranks[1]["checkpoints"]
     for rank in ranks:
         assert rank["calls"]["cudaLaunchKernel"] == 24 * rank["steps"]
         assert rank["calls"]["cudaStreamSynchronize"] == rank["steps"]
-        assert rank["calls"]["cudaDeviceSynchronize"] == rank["checkpoints"] > 0
+        assert rank["calls"].get("cudaDeviceSynchronize", 0) == rank["checkpoints"]
 
 
 # price

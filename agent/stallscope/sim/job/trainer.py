@@ -1,0 +1,193 @@
+"""One rank's training loop."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from stallscope.sim.job.communicators import Communicator, Maker
+from stallscope.sim.job.cuda import Dim3, Runtime
+from stallscope.sim.job.inject import Injector
+from stallscope.sim.job.layout import Layout
+from stallscope.sim.job.loader import Loaders
+from stallscope.sim.job.schedule import ACTIVATIONS, FLOAT32, Call, Item, Launch, Transfer, schedule
+
+BATCH_BYTES = 256 * 1024
+WEIGHT_BYTES = 4 * 1024 * 1024
+KERNELS = ("forward_gemm", "backward_gemm", "adam_step")
+KERNEL_NS = 300_000
+SUM = 0
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
+LEAST_OPERATIONS = 24  # of a step
+STREAM_NON_BLOCKING, EVENT_WITHOUT_TIMING = 1, 2
+
+
+class Device:
+    """The device and its stream, with what a training step needs on them."""
+
+    def __init__(self, runtime: Runtime, rank: int) -> None:
+        devices = ctypes.c_int()
+        runtime.call("cudaGetDeviceCount", ctypes.byref(devices))
+        runtime.call("cudaSetDevice", rank % devices.value)
+        self.stream = ctypes.c_void_p()
+        runtime.call("cudaStreamCreateWithFlags", ctypes.byref(self.stream), STREAM_NON_BLOCKING)
+        self.event = ctypes.c_void_p()
+        runtime.call("cudaEventCreate", ctypes.byref(self.event))
+        self.batch = runtime.allocate("cudaMalloc", BATCH_BYTES)
+        self.weights = runtime.allocate("cudaMalloc", WEIGHT_BYTES)
+        self.gradients = runtime.allocate("cudaMalloc", WEIGHT_BYTES)
+        self.functions = {}
+        for number, name in enumerate(KERNELS):
+            self.functions[name] = ctypes.c_void_p(0x1000 * (number + 1))
+            runtime.library.stallscope_sim_name_function(self.functions[name], name.encode())
+
+
+class Throttle:
+    """Lets the host run so many operations ahead of its device."""
+
+    def __init__(self, runtime: Runtime, stream: ctypes.c_void_p, ahead: int) -> None:
+        self._runtime, self._stream = runtime, stream
+        self._events = [ctypes.c_void_p() for _ in range(ahead)]
+        for event in self._events:
+            runtime.call("cudaEventCreateWithFlags", ctypes.byref(event), EVENT_WITHOUT_TIMING)
+        self._issued = 0
+
+    def issued(self) -> None:
+        """After each operation: waits for the one that was `ahead` operations before."""
+        if not self._events:
+            return
+        event = self._events[self._issued % len(self._events)]
+        if self._issued >= len(self._events):
+            self._runtime.wait("cudaEventSynchronize", event)
+        self._runtime.call("cudaEventRecord", event, self._stream)
+        self._issued += 1
+
+
+class Trainer:
+    """One rank: its device, its communicators, and the loop."""
+
+    def __init__(self, runtime: Runtime, args: Namespace, injector: Injector, loaders: Loaders) -> None:
+        self.loaders = loaders
+        self.runtime, self.rank, self.injector = runtime, int(args.rank), injector
+        self.layout: Layout = args.layout
+        slowness = args.slowness if self.rank == args.slow_rank else 1.0
+        self.kernel_ns = int(KERNEL_NS * slowness)
+        self.in_step = args.ahead == 0
+        self.checkpoint_every_s, self.checkpoint_write_s = args.checkpoint_every, args.checkpoint_write
+        self.random = random.Random(args.seed * 1000 + self.rank)  # noqa: S311
+        self.steps = self.checkpoints = 0
+        self.schedule = schedule(self.layout, self.rank)
+        self.device = Device(runtime, self.rank)
+        self.throttle = Throttle(runtime, self.device.stream, args.ahead)
+        self.host_batch = self._host_batch()
+        self.host_weights = ctypes.create_string_buffer(WEIGHT_BYTES)
+        self.communicators = self._communicators(Path(args.folder))
+
+    def _host_batch(self) -> ctypes.c_void_p:
+        """Pageable where the host waits anyway, else pinned."""
+        if not self.in_step:
+            return self.runtime.allocate("cudaMallocHost", BATCH_BYTES)
+        self._pageable = ctypes.create_string_buffer(BATCH_BYTES)
+        return ctypes.cast(self._pageable, ctypes.c_void_p)
+
+    def _communicators(self, folder: Path) -> dict[str, Communicator]:
+        if self.layout.ranks == 1:
+            return {}
+        maker = Maker(self.runtime, self.layout, self.rank, folder)
+        return maker.make(lambda kind: self.injector.before_communicator(kind, kind == self.layout.split_kind))
+
+    def launch(self, kernel: str, times: int) -> None:
+        grid, block, none = Dim3(64, 1, 1), Dim3(256, 1, 1), ctypes.c_size_t(0)
+        for _ in range(times):
+            usual_ns = int(self.kernel_ns * self.random.uniform(0.9, 1.1))
+            length_ns = self.injector.next_kernel_ns(self.steps, usual_ns)
+            self.runtime.library.stallscope_sim_set_next_kernel_ns(ctypes.c_uint64(length_ns))
+            function = self.device.functions[kernel]
+            self.runtime.call("cudaLaunchKernel", function, grid, block, None, none, self.device.stream)
+            self.throttle.issued()
+
+    def collective(self, call: Call) -> None:
+        communicator = self.communicators[call.kind]
+        communicator.operations += 1
+        root = [0] if call.api == "ncclReduce" else []
+        what = (self.device.weights, self.device.gradients, ctypes.c_size_t(call.count), call.dtype, SUM, *root)
+        self.runtime.nccl(call.api, *what, communicator.handle, self.device.stream)
+        self.throttle.issued()
+
+    def transfer(self, call: Transfer) -> None:
+        communicator = self.communicators[call.kind]
+        communicator.operations += 1
+        what = (self.device.gradients, ctypes.c_size_t(ACTIVATIONS), FLOAT32, call.stage)
+        self.runtime.nccl(call.api, *what, communicator.handle, self.device.stream)
+        self.throttle.issued()
+
+    def load_batch(self) -> None:
+        self.loaders.next_batch()
+        self.injector.at_load(self.steps, self.communicators)
+        what = (self.device.batch, self.host_batch, ctypes.c_size_t(BATCH_BYTES), HOST_TO_DEVICE, self.device.stream)
+        self.runtime.wait("cudaMemcpyAsync", *what)
+
+    def do(self, item: Item) -> None:
+        if isinstance(item, Launch):
+            self.launch(item.kernel, item.times)
+        elif isinstance(item, Call):
+            self.collective(item)
+        elif isinstance(item, Transfer):
+            self.transfer(item)
+        else:
+            self.injector.mark(self.steps, self.communicators[item.kind])
+
+    def loss_item(self) -> None:
+        """What ``loss.item()`` does: a small copy to pageable memory, which waits, and a synchronize."""
+        loss, size = ctypes.c_float(), ctypes.c_size_t(4)
+        what = (ctypes.byref(loss), self.device.gradients, size, DEVICE_TO_HOST, self.device.stream)
+        self.runtime.wait("cudaMemcpyAsync", *what)
+        self.runtime.wait("cudaStreamSynchronize", self.device.stream)
+
+    def save_checkpoint(self) -> None:
+        start_s = time.monotonic()
+        self.runtime.wait("cudaDeviceSynchronize")
+        size = ctypes.c_size_t(WEIGHT_BYTES)
+        self.runtime.wait("cudaMemcpy", self.host_weights, self.device.weights, size, DEVICE_TO_HOST)
+        with tempfile.TemporaryFile() as file:
+            file.write(self.host_weights.raw)
+            file.flush()
+            os.fsync(file.fileno())
+        time.sleep(max(0.0, start_s + self.checkpoint_write_s - time.monotonic()))
+        self.checkpoints += 1
+
+    def step(self) -> None:
+        self.load_batch()
+        for item in self.injector.items(self.steps, self.schedule):
+            self.do(item)
+        self.runtime.call("cudaEventRecord", self.device.event, self.device.stream)
+        if self.in_step:
+            self.loss_item()
+        self.steps += 1
+        self.runtime.slot.steps = self.steps
+        self.runtime.slot.leave()
+
+    def train(self, until_ns: int, steps: int, margin: int) -> None:
+        """Rank 0 says which step is the last: `margin` steps on, which nobody can have begun."""
+        board = self.runtime.slot.board
+        next_checkpoint_ns = time.monotonic_ns() + int(self.checkpoint_every_s * 1e9)
+        while (last := board.last_step or steps) == 0 or self.steps < last:
+            self.step()
+            now_ns = time.monotonic_ns()
+            if self.rank == 0 and not board.last_step and now_ns >= until_ns:
+                board.last_step = min(self.steps + margin, steps or self.steps + margin)
+            if self.rank == 0 and now_ns >= next_checkpoint_ns:
+                self.save_checkpoint()
+                next_checkpoint_ns += int(self.checkpoint_every_s * 1e9)
+
+    def finish(self) -> None:
+        if not self.in_step:
+            self.runtime.wait("cudaStreamSynchronize", self.device.stream)
+        for communicator in self.communicators.values():
+            self.runtime.nccl("ncclCommDestroy", communicator.handle)
+        self.loaders.close()
