@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+from stallscope.cli import attach
 from stallscope.cli.attach import Attach, seconds
 from stallscope.cli.caller import caller
 from stallscope.errors import ArgumentProblem, StallscopeError
@@ -93,8 +94,7 @@ def _attach(args: argparse.Namespace, job: subprocess.Popen[bytes]) -> int:
             job.stdin.write(b"go\n")
             job.stdin.close()
 
-    wanted = argparse.Namespace(
-        pids=[job.pid], duration=None, no_children=False, sample=100.0, output=None, force=False, json=args.json,
-        backend="auto", links_per_file=8, links="auto",
-    )  # fmt: skip
+    parser = argparse.ArgumentParser()
+    attach.add_parser(parser.add_subparsers())
+    wanted = parser.parse_args(["attach", str(job.pid), *(["--json"] if args.json else [])])
     return Attach(wanted, caller(), on_attached=go).run()
