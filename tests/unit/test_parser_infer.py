@@ -439,7 +439,7 @@ def test_a_call_ends_though_its_slot_keeps_its_word(build: Build, client: Parser
     told: list[dict[str, Any]] = []
     with running([str(build("-O2", caller).with_name("ending-caller")), then]) as pid:
         inspector = Inspector(client, pid, "all")
-        library = SimpleNamespace(hooks={number: (address, size) for number, address, size in inspector.hooks})
+        library = SimpleNamespace(places=set(inspector.hooks))
         inspector.close()
         target: Any = SimpleNamespace(pid=pid, proc=1, linked={1: library}, inferred=[])
         rows: Any = NoRows()
