@@ -17,7 +17,9 @@ CROWD = ["/usr/bin/python3", ROOT / "tests" / "targets" / "crowd.py", TARGETS / 
 
 def trace_crowd(count: int, gap_s: float, words: list[str], limit: int) -> tuple[Any, Any]:
     """(truth, report) of a crowd under one parent."""
-    with Program([*CROWD, str(count), str(gap_s), *words], env={"STALLSCOPE_SIM_DRIVER": "private"}) as program:
+    with Program(
+        [*CROWD, str(count), str(gap_s), *words], env={"STALLSCOPE_SIM_DRIVER": "private", "CROWD_SETTLE_S": "0.5"}
+    ) as program:
         program.wait_for("ready")
         with Tracer([program.pid], "--links-per-file", str(limit), "--sample", "1/100").attached() as tracer:
             program.say()

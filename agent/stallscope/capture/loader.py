@@ -22,8 +22,8 @@ from stallscope.paths import BPF_OBJECT, NO_COOKIES_OBJECT, PROBES, WIRE_HEADER
 
 __all__ = ["BULK_BYTES", "VITAL_BYTES", "Loaded", "default_interpreters", "load"]
 
-BULK_BYTES = 1 << 24
-VITAL_BYTES = 1 << 22
+BULK_BYTES = 32 << 20
+VITAL_BYTES = 4 << 20
 HELPER_SECONDS = 30.0
 _HELPER = Path(__file__).with_name("bcc_helper.py")
 _SYSTEM_PYTHON = "/usr/bin/python3"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stallscope.capture.blocked import read_memory
 from stallscope.capture.bpfmaps import ProcsMap
 from stallscope.capture.kernel import bpf, btf_offsets
+from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
 from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
 from stallscope.errors import CaptureProblem
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BULK_BYTES", "VITAL_BYTES", "Tables"]
 
-BULK_BYTES = 32 << 20
 LIFE_BYTES = 1 << 18
-VITAL_BYTES = 4 << 20
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
 _OFFSETS = {16: ("task_struct", "tgid"), 17: ("task_struct", "signal"), 18: ("signal_struct", "live"),
             19: ("task_struct", "exit_code"), 23: ("task_struct", "thread_pid"), 24: ("task_struct", "group_leader"),

@@ -109,7 +109,7 @@ static void kernel(void *argument) {
   if (plan->captured && sim_comm_check(plan->comm)) return;
   /* NVML: the device is busy from here on, and draws no power for it. */
   const struct driver_table *drv = sim_driver();
-  int device = plan->comm->cudaDev;
+  int device = plan->comm->nvmlDev; /* the same number, and not poisoned when the communicator is retired */
   drv->stallscope_sim_wait_begin(device);
   bool runs = await_turn(plan);
   if (runs) run_profiled(plan);
