@@ -26,7 +26,7 @@ HELLO      version, start_mono_ns, start_unix_ns, host, kernel, backend ("bcc" o
            targets [pid..], sample_one_in, long_ns, hooks [[id, library, name, kind, timed]..],
            limits {name: n}
 PROCESS    proc, pid, ns_pid or nil, ppid, parent (proc) or nil, name, cmdline [..], container_id or nil, start_ns,
-           at_ns
+           at_ns, env {NAME: value}: RANK and its like, as they were at the exec
 IMAGE      proc, at_ns, name, cmdline [..]: the process execed
 EXIT       proc, at_ns, code or nil, signal or nil
 LINK       proc, library, path, build_id or nil, hooks [id..], at_ns, appeared_ns, method, missing [name..],
@@ -43,6 +43,19 @@ GAP        source, proc or nil, count or nil, from_ns, to_ns, reason
 LOST       at_ns, places {name: n}: cumulative
 NOTE       at_ns, proc or nil, text
 TICK       at_ns: every earlier event of this capture has been sent
+SUSPECT    at_ns, since_ns, on: capture's local rule: something has been in flight since then for over 1 s. While it is
+           on, HOST and STACK frames come, and the completion tap is armed
+HOST       at_ns, proc, calls: entries into hooks so far, over its threads, threads [[tid, name, state, syscall or nil,
+           wchan or nil, file or nil, cpu_ns]..]: state as in /proc/PID/stat, the main thread first, writing nil or
+           [path, bytes since the last look]
+STACK      at_ns, proc, tid, by, frames [[file or nil, line or nil, function, "python" or "native"]..] innermost first,
+           why nil or why there is none
+COMM       at_ns, proc, pointer, by "table", "dwarf", "code" or nil (no offsets known), rank_at: offset of the rank,
+           start: the communicator's first 8 bytes, data: 64 bytes from rank_at - 24 on, both empty where unreadable,
+           samples [[n, seq..]..]: operations that we numbered in it, and NCCL's own seqNumber by function
+WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
+GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
+           memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
 COST       at_ns, cpu_ns, rss_bytes, processes {name: [cpu_ns, rss_bytes]}
 BYE        at_ns, reason
 ========== ====================================================================================================
@@ -92,6 +105,12 @@ class Kind(IntEnum):
     NOTE = 15
     COST = 16
     BYE = 17
+    SUSPECT = 18
+    HOST = 19
+    STACK = 20
+    COMM = 21
+    WITNESS = 22
+    GPU = 23
 
 
 class Frame(NamedTuple):
