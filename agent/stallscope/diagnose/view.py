@@ -32,7 +32,7 @@ class Signature(NamedTuple):
     where there is none."""
 
     api: str
-    count: int
+    elements: int
     dtype: int
     redop: int
     root: int
