@@ -126,6 +126,19 @@ class Communicators:
         """The communicator behind a process's ncclComm_t."""
         return self._by_pointer.get((proc, pointer))
 
+    def sequence_base(self, proc: int, pointer: int) -> tuple[int, str] | None:
+        """Collectives that the rank had issued before our number 0, and how that is known; None where it is not."""
+        found = self.find(proc, pointer)
+        return (0, "exact") if found and found[1].status in (SUCCESS, IN_PROGRESS) else None
+
+    def samples(self, proc: int, pointer: int) -> list[tuple[int, int]]:
+        """(our number, collectives by NCCL's own count) at moments when both stood still."""
+        return []
+
+    def creations(self) -> list[tuple[int, int, int, int, Communicator, Member]]:
+        """Creations that have not returned: (proc, tid, hook, since_ns, communicator, member)."""
+        return [(*key, *pair) for key, creation in self._open.items() for pair in creation.communicators]
+
     def under_way(self, proc: int, tid: int, hook: int, ts_ns: int) -> tuple[Communicator, Member] | None:
         """The communicator that a call in flight creates."""
         creation = self._open.get((proc, tid, hook, ts_ns))

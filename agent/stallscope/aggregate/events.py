@@ -42,10 +42,11 @@ class Events:
         self._slots: list[Process | None] = [None] * WIRE_PROCS
         self._floor = np.zeros(WIRE_PROCS * WIRE_HOOKS, dtype=np.uint64)
         self._lists = 0
+        self.forward: Callable[[list[Process | None], NDArray[Any]], None] = lambda slots, recs: None
 
     def settle(self, slot: int, process: Process | None) -> None:
         """From now on records with this slot belong to this process."""
-        self._slots[slot] = process
+        self._slots = [*self._slots[:slot], process, *self._slots[slot + 1 :]]
         self._floor[slot * WIRE_HOOKS : (slot + 1) * WIRE_HOOKS] = 0
 
     def restart(self, proc: int, pointer: int) -> int:
@@ -69,6 +70,7 @@ class Events:
         if kind.max() > LAST_KIND or hook.max() >= WIRE_HOOKS or slot.max() >= WIRE_PROCS:
             raise BadField("a record has an impossible kind, hook or slot")
         self._count(kind, flags, slot)
+        self.forward(self._slots, recs)
         self._first_cuda(recs, hook, slot, kind)
         outermost = (flags & NESTED) == 0
         self._longest(recs, hook, slot, (kind == DONE) & outermost & self._hooks.is_stall[hook])

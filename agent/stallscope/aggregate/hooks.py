@@ -56,13 +56,14 @@ class Hooks:
             facts = _of_row(row)
             self.by_id[facts.id] = facts
         self.time_ids = {h.time_id: h for h in self.by_id.values() if h.timed}
-        self.is_stall = self._column(lambda h: h.stall_kind is not None)
-        self.is_creator = self._column(lambda h: h.name in COMM_CREATORS)
-        self.is_numbered = self._column(lambda h: h.seq and h.comm >= 0)
-        self.is_nccl = self._column(lambda h: h.library == "NCCL")
-        self.is_cuda = self._column(lambda h: h.library in ("CUDART", "CUDA"))
+        self.is_stall = self.column(lambda h: h.stall_kind is not None)
+        self.is_creator = self.column(lambda h: h.name in COMM_CREATORS)
+        self.is_numbered = self.column(lambda h: h.seq and h.comm >= 0)
+        self.is_nccl = self.column(lambda h: h.library == "NCCL")
+        self.is_cuda = self.column(lambda h: h.library in ("CUDART", "CUDA"))
 
-    def _column(self, test: Any) -> NDArray[np.bool_]:
+    def column(self, test: Any) -> NDArray[np.bool_]:
+        """Which hooks pass a test, by hook id."""
         column = np.zeros(WIRE_HOOKS, dtype=bool)
         for number, facts in self.by_id.items():
             column[number] = test(facts)

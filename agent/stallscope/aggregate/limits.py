@@ -23,6 +23,11 @@ LIMITS = {
     "sequence numbers": 8192,
     "threads in flight": 8192,
     "inferred calls": 8192,
+    "issuing processes": 4096,
+    "communicators of a process": 1024,
+    "ranks of communicators": 1 << 20,
+    "looks at hosts": 4096,
+    "stacks": 256,
 }
 
 

@@ -23,7 +23,9 @@ from stallscope.aggregate.communicators import Communicators
 from stallscope.aggregate.events import NESTED, NO_OUT, WIRE_PROCS, Events
 from stallscope.aggregate.flight import Flight
 from stallscope.aggregate.hooks import WIRE_HOOKS, Hooks
+from stallscope.aggregate.hosts import Hosts
 from stallscope.aggregate.limits import Overflow
+from stallscope.aggregate.operations import Operations
 from stallscope.aggregate.process import Link, Process, Processes
 from stallscope.wire.columns import REC, UID_REC
 from stallscope.wire.frames import Body, Frame, Kind
@@ -95,6 +97,8 @@ class State:
         self.cost: Cost | None = None
         self.processes = Processes(self.overflow)
         self.flight = Flight(self.overflow)
+        self.hosts = Hosts(self.overflow)
+        self.ticked_ns = 0
         self._begin(Hooks([]))
         self._take: dict[int, Callable[[Body], None]] = {
             Kind.PROCESS: self.processes.add,
@@ -110,7 +114,10 @@ class State:
             Kind.GAP: self._gap,
             Kind.LOST: self._lost,
             Kind.NOTE: self._note,
-            Kind.TICK: lambda body: None,
+            Kind.TICK: self._tick,
+            Kind.HOST: self.hosts.look,
+            Kind.STACK: self.hosts.stack,
+            Kind.SUSPECT: self.hosts.suspect,
             Kind.COST: self._cost,
             Kind.BYE: self._bye,
         }
@@ -119,7 +126,9 @@ class State:
         self.hooks = hooks
         self.communicators = Communicators(hooks, self.overflow)
         self.events = Events(hooks, self.overflow, self.communicators.record)
-        self.communicators.restart = self.events.restart
+        self.operations = Operations(hooks, self.communicators, self.overflow)
+        self.events.forward = self.operations.add
+        self.communicators.restart = self._restart
 
     def apply(self, frame: Frame) -> None:
         """Add one frame. After the goodbye or a bad frame nothing counts any more."""
@@ -178,6 +187,14 @@ class State:
         self.now_ns = self.capture.start_mono_ns
         self._begin(hooks)
 
+    def _restart(self, proc: int, pointer: int) -> int:
+        self.operations.restart(proc, pointer)
+        return self.events.restart(proc, pointer)
+
+    def _tick(self, body: Body) -> None:
+        self.ticked_ns = self.operations.now_ns = integer(body, "at_ns")
+        self.operations.flush()
+
     def _exit(self, body: Body) -> None:
         self.processes.end(body)
         self.flight.forget(integer(body, "proc"))
@@ -217,6 +234,7 @@ class State:
 
     def _slot(self, body: Body) -> None:
         slot = integer(body, "slot", 0, WIRE_PROCS)
+        self.operations.flush()  # while it is known who held the slot
         self.events.settle(slot, self.processes.get(body))
 
     def _gap(self, body: Body) -> None:
@@ -273,4 +291,5 @@ class State:
     def _bye(self, body: Body) -> None:
         self.now_ns = max(self.now_ns, integer(body, "at_ns"))
         self.reason = text(body, "reason")
+        self.operations.flush()
         self.complete = True

@@ -1,0 +1,366 @@
+"""Every NCCL operation that a rank issued, numbered as its peers number theirs.
+
+Records are kept until `flush`, so that the work is done a few times a second and not a hundred times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stallscope.aggregate.arrivals import Arrivals
+from stallscope.aggregate.communicators import Communicators
+from stallscope.aggregate.events import CALL, DONE, ENTER, NESTED, NO_SEQ
+from stallscope.aggregate.hooks import Hooks
+from stallscope.aggregate.limits import LIMITS, Overflow
+from stallscope.aggregate.numbering import (
+    BEGIN,
+    COLLECTIVE,
+    END,
+    OPERATION,
+    OTHER,
+    RECV,
+    SEND,
+    SPLIT,
+    Arguments,
+    rows_of,
+)
+from stallscope.aggregate.process import Process
+from stallscope.aggregate.ring import Ring
+from stallscope.wire.hook_table import BY_NAME
+
+__all__ = ["WAIT", "Issuer", "Operations", "Place", "signatures"]
+
+Array = NDArray[Any]
+WINDOW = 2048
+WAITS = 512
+LONG_WAIT_NS = 200_000
+MAX_PENDING = 1 << 20
+DEVICE_TO_HOST = 2
+ALL_STREAMS = (1 << 64) - 1
+USER_REDOP = 5
+MAX_RANKS = 1 << 17
+SAMPLES = 3
+TOLD = ("collective", "p2p", "group", "comm")  # whose entries are always recorded
+WAIT = np.dtype([("ts_ns", "<i8"), ("end_ns", "<i8"), ("stream", "<u8"), ("hook", "<u2"), ("ends", "?")])
+"""A call that waited for the device; ends: everything issued before on its stream was done at its end."""
+
+
+@dataclass
+class Place:
+    """One rank in one communicator, as its process calls it.
+
+    Attributes:
+        comm: index in `Arrivals`, -1 while the communicator or its size is not known.
+        base: collectives issued before our first, None while not known; how: "exact", "read", "aligned" or "unknown".
+        collectives: issued since; peers: sends and receives by (kind, peer).
+        next_n: number that the next record should bear; missed: records that never came.
+        splits: ncclCommSplit and the like so far.
+    """
+
+    pointer: int
+    key: str | None = None
+    comm: int = -1
+    rank: int = -1
+    base: int | None = None
+    how: str = "unknown"
+    collectives: int = 0
+    peers: dict[tuple[int, int], int] = field(default_factory=dict)
+    next_n: int | None = None
+    missed: int = 0
+    splits: int = 0
+    untold: int = 0
+
+
+class Issuer:
+    """What one process issued.
+
+    Attributes:
+        log: OPERATION rows; waits: WAIT rows; entries: NCCL entries that came as records, nested ones too.
+        tids: threads that issued, the newest last.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.log = Ring(OPERATION, WINDOW)
+        self.waits = Ring(WAIT, WAITS)
+        self.places: dict[int, Place] = {}
+        self.old_places: list[Place] = []
+        self.entries = 0
+        self.tids: dict[int, int] = {}
+        self.groups: dict[int, tuple[int, int]] = {}  # tid -> (depth, batch)
+        self.synced: dict[int, int] = {}
+        self.settled = 0
+        self.promised = 0  # NCCL entries that the counters in the kernel had seen a while ago
+
+    @property
+    def missing(self) -> int:
+        """NCCL entries that were made and never came as records; a lower bound while calls are made."""
+        return max(0, self.promised - self.entries)
+
+
+class Operations:
+    """The job's operations, filled by records; see `Issuer` and `Arrivals`."""
+
+    def __init__(self, hooks: Hooks, communicators: Communicators, overflow: Overflow) -> None:
+        self.issuers: dict[int, Issuer] = {}
+        self.arrivals = Arrivals()
+        self.index_of: dict[str, int] = {}
+        self.key_of: list[str] = []
+        self.now_ns = 0
+        self._hooks, self._communicators, self._overflow = hooks, communicators, overflow
+        self.arguments = Arguments(hooks)
+        self._pending: list[tuple[list[Process | None], Array]] = []
+        self._waiting = 0
+        self.is_told = hooks.column(lambda h: h.library == "NCCL" and h.kind in TOLD)
+        self._is_wait = hooks.column(lambda h: h.kind in ("wait", "copy") and h.timed)
+        self._is_copy = hooks.column(lambda h: h.kind == "copy")
+        self._stream = np.full(len(self._is_wait), -1, np.int8)
+        self._direction = np.full(len(self._is_wait), -1, np.int8)
+        self._ends_all = hooks.column(lambda h: h.name in ("cudaDeviceSynchronize", "cuCtxSynchronize"))
+        self._describe_waits()
+
+    def _describe_waits(self) -> None:
+        for number, facts in self._hooks.by_id.items():
+            words = BY_NAME[facts.name].arguments.split()[:8] if facts.name in BY_NAME else []
+            if self._is_wait[number] and "stream" in words:
+                self._stream[number] = words.index("stream")
+            if "copy_kind" in words:
+                self._direction[number] = words.index("copy_kind")
+
+    def add(self, slots: list[Process | None], recs: Array) -> None:
+        """Records of a frame, with who held which slot."""
+        hook, kind = recs["hook"], recs["kind"]
+        entries = self._hooks.is_nccl[hook] & ((kind == ENTER) | (kind == CALL))
+        waits = (
+            self._is_wait[hook] & (kind == DONE) & (recs["dur_ns"] >= LONG_WAIT_NS) & ((recs["flags"] & NESTED) == 0)
+        )
+        chosen = entries | waits
+        if not chosen.any():
+            return
+        self._pending.append((slots, recs[chosen]))
+        self._waiting += int(chosen.sum())
+        if self._waiting > MAX_PENDING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Number what came since the last time."""
+        pending, self._pending, self._waiting = self._pending, [], 0
+        by_process: dict[int, list[Array]] = defaultdict(list)
+        for slots, recs in pending:
+            for slot in np.unique(recs["slot"]).tolist():
+                process = slots[slot]
+                issuer = self._issuer(process) if process else None
+                if issuer:
+                    by_process[issuer.process.proc].append(recs[recs["slot"] == slot])
+        for proc, parts in by_process.items():
+            recs = np.concatenate(parts)
+            self._take(self.issuers[proc], recs[np.argsort(recs["ts_ns"], kind="stable")])
+        self._settle()
+
+    def _issuer(self, process: Process) -> Issuer | None:
+        if process.proc not in self.issuers:
+            if self._overflow.full("issuing processes", len(self.issuers)):
+                return None
+            self.issuers[process.proc] = Issuer(process)
+        return self.issuers[process.proc]
+
+    def _take(self, issuer: Issuer, recs: Array) -> None:
+        is_entry = self.is_told[recs["hook"]]
+        self._take_waits(issuer, recs[~is_entry])
+        recs = recs[is_entry]
+        issuer.entries += len(recs)
+        recs = recs[(recs["flags"] & NESTED) == 0]
+        if not len(recs):
+            return
+        rows = rows_of(recs, self.arguments)
+        rows["batch"] = issuer.log.total + np.arange(len(rows))
+        self._group(issuer, rows)
+        numbered = self._hooks.is_numbered[rows["hook"]] & ((rows["flags"] & NO_SEQ) == 0)
+        for pointer in np.unique(rows["pointer"][numbered | (rows["kind"] == SPLIT)]).tolist():
+            self._number(
+                issuer, rows, np.flatnonzero((rows["pointer"] == pointer) & (numbered | (rows["kind"] == SPLIT)))
+            )
+        for tid in dict.fromkeys(rows["tid"].tolist()):
+            issuer.tids.pop(tid, None)
+            issuer.tids[tid] = int(rows["ts_ns"][-1])
+        while len(issuer.tids) > 64:
+            issuer.tids.pop(next(iter(issuer.tids)))
+        issuer.log.append(rows)
+
+    def _take_waits(self, issuer: Issuer, recs: Array) -> None:
+        if not len(recs):
+            return
+        rows = np.zeros(len(recs), WAIT)
+        hook = recs["hook"]
+        rows["ts_ns"], rows["hook"] = recs["ts_ns"].astype(np.int64), hook
+        rows["end_ns"] = rows["ts_ns"] + recs["dur_ns"].astype(np.int64)
+        each = np.arange(len(recs))
+        stream, direction = self._stream[hook], self._direction[hook]
+        rows["stream"] = np.where(stream >= 0, recs["a"][each, np.maximum(stream, 0)], np.uint64(ALL_STREAMS))
+        home = recs["a"][each, np.maximum(direction, 0)] == DEVICE_TO_HOST
+        # A copy to the host from pageable memory ends with its stream; one that took long has waited for it.
+        rows["ends"] = self._ends_all[hook] | (stream >= 0) & (~self._is_copy[hook] | (direction >= 0) & home)
+        issuer.waits.append(rows[np.argsort(rows["end_ns"], kind="stable")])
+        for row in rows[rows["ends"]].tolist():
+            place = int(row[2])
+            if place in issuer.synced or len(issuer.synced) < 64:
+                issuer.synced[place] = max(issuer.synced.get(place, 0), int(row[0]))
+
+    def _group(self, issuer: Issuer, rows: Array) -> None:
+        """Operations of a group are issued by its end."""
+        marks = (rows["kind"] == BEGIN) | (rows["kind"] == END)
+        if not issuer.groups and not marks.any():
+            return
+        for i in range(len(rows)):
+            kind, tid = int(rows["kind"][i]), int(rows["tid"][i])
+            depth, batch = issuer.groups.get(tid, (0, int(rows["batch"][i])))
+            if kind == BEGIN and len(issuer.groups) < 1024:
+                issuer.groups[tid] = (depth + 1, batch)
+            elif kind == END and depth > 1:
+                issuer.groups[tid] = (depth - 1, batch)
+            elif kind == END:
+                issuer.groups.pop(tid, None)
+                self._close(issuer, rows[:i], batch, int(rows["ts_ns"][i]))
+            elif depth:
+                rows["batch"][i], rows["enter_ns"][i] = batch, 0
+
+    def _close(self, issuer: Issuer, rows: Array, batch: int, ts_ns: int) -> None:
+        rows["enter_ns"][(rows["batch"] == batch) & (rows["enter_ns"] == 0)] = ts_ns
+        kept = issuer.log.newest(len(issuer.log))
+        issuer.log.update("enter_ns", (kept["batch"] == batch) & (kept["enter_ns"] == 0), ts_ns)
+
+    def _number(self, issuer: Issuer, rows: Array, at: Array) -> None:
+        """Give the operations on one communicator their numbers."""
+        place = self._place(issuer, int(rows["pointer"][at[0]]))
+        if place is None:
+            return
+        splits = at[rows["kind"][at] == SPLIT]
+        rows["index"][splits] = place.splits + np.arange(len(splits))
+        place.splits += len(splits)
+        at = at[rows["kind"][at] != SPLIT]
+        if not len(at):
+            return
+        self._miss(place, rows["n"][at])
+        empty = (rows["kind"][at] == COLLECTIVE) & (rows["elements"][at] == 0)
+        rows["kind"][at[empty]] = OTHER
+        chosen = at[rows["kind"][at] == COLLECTIVE]
+        rows["index"][chosen] = place.collectives + np.arange(len(chosen))
+        place.collectives += len(chosen)
+        for kind in (SEND, RECV):
+            mine = at[rows["kind"][at] == kind]
+            for peer in np.unique(rows["root"][mine]).tolist():
+                pair = mine[rows["root"][mine] == peer]
+                first = place.peers.get((kind, peer), 0)
+                rows["index"][pair] = first + np.arange(len(pair))
+                if first or len(place.peers) < 1024:
+                    place.peers[kind, peer] = first + len(pair)
+        if len(chosen):
+            place.untold += len(chosen)
+
+    def _miss(self, place: Place, n: Array) -> None:
+        """Numbers have no holes: one in them is a record that was lost."""
+        first = int(n[0]) if place.next_n is None else place.next_n
+        holes = int(n[-1]) + 1 - first - len(n)
+        if holes > 0:
+            place.missed += holes
+            if not place.peers:
+                place.collectives += holes  # all of them are collectives, as far as anybody saw
+            else:
+                place.how = "unknown"
+        place.next_n = int(n[-1]) + 1
+
+    def _place(self, issuer: Issuer, pointer: int) -> Place | None:
+        if pointer not in issuer.places:
+            if len(issuer.places) >= LIMITS["communicators of a process"]:
+                self._overflow.turned_away["communicators of a process"] += 1
+                return None
+            issuer.places[pointer] = Place(pointer)
+        return issuer.places[pointer]
+
+    def restart(self, proc: int, pointer: int) -> None:
+        """Another communicator lies at that address from now on."""
+        self.flush()
+        issuer = self.issuers.get(proc)
+        place = issuer.places.pop(pointer, None) if issuer else None
+        if issuer and place:
+            if place.comm >= 0:
+                self.arrivals.trusted[place.comm] = False
+            issuer.old_places.append(place)
+            del issuer.old_places[:-64]
+
+    def _settle(self) -> None:
+        """Join what was numbered to the communicators, as far as they are known by now."""
+        for issuer in self.issuers.values():
+            fresh = issuer.log.total - issuer.settled
+            for place in issuer.places.values():
+                if place.comm < 0 or place.base is None:
+                    self._identify(issuer, place)
+                    fresh = len(issuer.log)
+            if fresh or issuer.groups:
+                self._tell_all(issuer, len(issuer.log) if issuer.groups else fresh)
+            issuer.settled = issuer.log.total
+
+    def _tell_all(self, issuer: Issuer, fresh: int) -> None:
+        rows = issuer.log.newest(fresh)
+        rows = rows[rows["kind"] == COLLECTIVE]
+        for place in issuer.places.values():
+            if place.untold and place.comm >= 0 and place.base is not None:
+                self._tell(place, rows[rows["pointer"] == place.pointer][-place.untold :], place.base)
+
+    def _tell(self, place: Place, rows: Array, base: int) -> None:
+        issued = rows[rows["enter_ns"] > 0]
+        if len(issued):
+            indices = issued["index"] + base
+            self.arrivals.came(place.comm, place.rank, indices, issued["enter_ns"], signatures(issued))
+        place.untold = len(rows) - len(issued)
+
+    def _identify(self, issuer: Issuer, place: Place) -> None:
+        proc = issuer.process.proc
+        found = self._communicators.find(proc, place.pointer)
+        if found is None:
+            return
+        comm, member = found
+        place.key = comm.id
+        if place.comm < 0 and member.rank is not None and comm.nranks and 0 <= member.rank < comm.nranks <= MAX_RANKS:
+            self._enrol(place, comm.id, comm.nranks, member.rank)
+        if place.base is None:
+            known = self._communicators.sequence_base(proc, place.pointer)
+            place.base, place.how = known if known else self._read_base(issuer, place)
+        if place.comm >= 0 and place.how == "unknown":
+            self.arrivals.trusted[place.comm] = False
+
+    def _enrol(self, place: Place, key: str, nranks: int, rank: int) -> None:
+        if key not in self.index_of:
+            if self._overflow.full("ranks of communicators", self.arrivals.rows + nranks):
+                return
+            self.index_of[key] = self.arrivals.add(nranks, self.now_ns)
+            self.key_of.append(key)
+        place.comm, place.rank = self.index_of[key], rank
+        self.arrivals.present[int(self.arrivals.first[place.comm]) + rank] = True
+
+    def _read_base(self, issuer: Issuer, place: Place) -> tuple[int | None, str]:
+        """NCCL counts too: what it had counted, less what we saw, at moments when both stood still."""
+        samples = self._communicators.samples(issuer.process.proc, place.pointer)
+        if len(samples) < SAMPLES:
+            return None, "unknown"
+        rows = issuer.log.newest(len(issuer.log))
+        rows = rows[rows["pointer"] == place.pointer]
+        numbers, is_collective = rows["n"], rows["kind"] == COLLECTIVE
+        seen = [total - int((is_collective & (numbers < n)).sum()) for n, total in samples]
+        base, votes = Counter(seen).most_common(1)[0]
+        return (base, "read") if votes * 2 > len(seen) and base >= 0 else (None, "unknown")
+
+
+def signatures(rows: Array) -> Array:
+    """One number for all that must agree among the ranks of a collective."""
+    value = np.zeros(len(rows), np.uint64)
+    redop = np.minimum(rows["redop"], USER_REDOP)
+    for column in (rows["api"], rows["elements"], rows["dtype"], redop, rows["root"]):
+        value = (value ^ column.astype(np.int64).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        value ^= value >> np.uint64(29)
+    return value
