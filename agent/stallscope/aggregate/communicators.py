@@ -109,7 +109,7 @@ class Communicators:
     """Pairs the entry and the return of each creation, and the ranks of each communicator.
 
     Attributes:
-        restart: (proc, pointer) -> the sequence number that the communicator there had come to; it begins again.
+        restart: (proc, pointer, at_ns) -> the sequence number that the communicator there had come to; it begins again.
     """
 
     def __init__(self, hooks: Hooks, overflow: Overflow) -> None:
@@ -120,7 +120,7 @@ class Communicators:
         self._children: dict[tuple[int, str], int] = {}
         self._attempts: dict[tuple[bytes, int, int, int | None], int] = {}
         self._members = 0
-        self.restart: Callable[[int, int], int] = lambda proc, pointer: 0
+        self.restart: Callable[[int, int, int], int] = lambda proc, pointer, at_ns: 0
 
     def find(self, proc: int, pointer: int) -> tuple[Communicator, Member] | None:
         """The communicator behind a process's ncclComm_t."""
@@ -244,7 +244,7 @@ class Communicators:
         comm, member = creation.communicators[0]
         member.pointer = pointer
         place = (process.proc, pointer)
-        last = self.restart(*place)
+        last = self.restart(*place, int(rec["ts_ns"]) + int(rec["dur_ns"]))
         if place in self._by_pointer:
             self._by_pointer[place][1].next_seq = last
         if place in self._by_pointer or not self._overflow.full("communicator pointers", len(self._by_pointer)):

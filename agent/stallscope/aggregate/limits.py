@@ -26,6 +26,7 @@ LIMITS = {
     "issuing processes": 4096,
     "communicators of a process": 1024,
     "ranks of communicators": 1 << 20,
+    "signatures": 8192,
     "looks at hosts": 4096,
     "stacks": 256,
 }

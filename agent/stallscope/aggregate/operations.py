@@ -45,6 +45,7 @@ ALL_STREAMS = (1 << 64) - 1
 USER_REDOP = 5
 MAX_RANKS = 1 << 17
 SAMPLES = 3
+TIMEOUT = 8  # ncclTimeout, nccl.h 2.32
 TOLD = ("collective", "p2p", "group", "comm")  # whose entries are always recorded
 WAIT = np.dtype([("ts_ns", "<i8"), ("end_ns", "<i8"), ("stream", "<u8"), ("hook", "<u2"), ("ends", "?")])
 """A call that waited for the device; ends: everything issued before on its stream was done at its end."""
@@ -57,7 +58,8 @@ class Place:
     Attributes:
         comm: index in `Arrivals`, -1 while the communicator or its size is not known.
         base: collectives issued before our first, None while not known; how: "exact", "read", "aligned" or "unknown".
-        collectives: issued since; peers: sends and receives by (kind, peer).
+        collectives: issued since; peers: sends and receives by (kind, peer); pair_base: what to add to their
+            numbers after an attach in the middle (diagnose/pairs.py).
         next_n: number that the next record should bear; missed: records that never came.
         splits: ncclCommSplit and the like so far.
     """
@@ -70,6 +72,7 @@ class Place:
     how: str = "unknown"
     collectives: int = 0
     peers: dict[tuple[int, int], int] = field(default_factory=dict)
+    pair_base: dict[tuple[int, int], int] = field(default_factory=dict)
     next_n: int | None = None
     missed: int = 0
     splits: int = 0
@@ -95,6 +98,7 @@ class Issuer:
         self.groups: dict[int, tuple[int, int]] = {}  # tid -> (depth, batch)
         self.synced: dict[int, int] = {}
         self.settled = 0
+        self.timed_out_ns: int | None = None
         self.promised = 0  # NCCL entries that the counters in the kernel had seen a while ago
 
     @property
@@ -112,6 +116,7 @@ class Operations:
         self.index_of: dict[str, int] = {}
         self.key_of: list[str] = []
         self.now_ns = 0
+        self.meaning: dict[int, tuple[str, int, int, int, int]] = {}
         self._hooks, self._communicators, self._overflow = hooks, communicators, overflow
         self.arguments = Arguments(hooks)
         self._pending: list[tuple[list[Process | None], Array]] = []
@@ -119,7 +124,7 @@ class Operations:
         self.is_told = hooks.column(lambda h: h.library == "NCCL" and h.kind in TOLD)
         self._is_wait = hooks.column(lambda h: h.kind in ("wait", "copy") and h.timed)
         self._is_copy = hooks.column(lambda h: h.kind == "copy")
-        self._stream = np.full(len(self._is_wait), -1, np.int8)
+        self.stream_argument = np.full(len(self._is_wait), -1, np.int8)
         self._direction = np.full(len(self._is_wait), -1, np.int8)
         self._ends_all = hooks.column(lambda h: h.name in ("cudaDeviceSynchronize", "cuCtxSynchronize"))
         self._describe_waits()
@@ -128,7 +133,7 @@ class Operations:
         for number, facts in self._hooks.by_id.items():
             words = BY_NAME[facts.name].arguments.split()[:8] if facts.name in BY_NAME else []
             if self._is_wait[number] and "stream" in words:
-                self._stream[number] = words.index("stream")
+                self.stream_argument[number] = words.index("stream")
             if "copy_kind" in words:
                 self._direction[number] = words.index("copy_kind")
 
@@ -139,7 +144,8 @@ class Operations:
         waits = (
             self._is_wait[hook] & (kind == DONE) & (recs["dur_ns"] >= LONG_WAIT_NS) & ((recs["flags"] & NESTED) == 0)
         )
-        chosen = entries | waits
+        timed_out = self.is_told[hook] & (kind == DONE) & (recs["status"] == TIMEOUT)
+        chosen = entries | waits | timed_out
         if not chosen.any():
             return
         self._pending.append((slots, recs[chosen]))
@@ -147,9 +153,13 @@ class Operations:
         if self._waiting > MAX_PENDING:
             self.flush()
 
-    def flush(self) -> None:
-        """Number what came since the last time."""
+    def flush(self, until_ns: int | None = None) -> None:
+        """Number what came since the last time, up to that instant."""
         pending, self._pending, self._waiting = self._pending, [], 0
+        if until_ns is not None:
+            self._pending = [(slots, recs[recs["ts_ns"] > until_ns]) for slots, recs in pending]
+            self._waiting = sum(len(recs) for _, recs in self._pending)
+            pending = [(slots, recs[recs["ts_ns"] <= until_ns]) for slots, recs in pending]
         by_process: dict[int, list[Array]] = defaultdict(list)
         for slots, recs in pending:
             for slot in np.unique(recs["slot"]).tolist():
@@ -172,6 +182,10 @@ class Operations:
     def _take(self, issuer: Issuer, recs: Array) -> None:
         is_entry = self.is_told[recs["hook"]]
         self._take_waits(issuer, recs[~is_entry])
+        timed_out = is_entry & (recs["kind"] == DONE)
+        if timed_out.any():
+            issuer.timed_out_ns = int(recs["ts_ns"][timed_out][0])
+            is_entry &= ~timed_out
         recs = recs[is_entry]
         issuer.entries += len(recs)
         recs = recs[(recs["flags"] & NESTED) == 0]
@@ -200,7 +214,7 @@ class Operations:
         rows["ts_ns"], rows["hook"] = recs["ts_ns"].astype(np.int64), hook
         rows["end_ns"] = rows["ts_ns"] + recs["dur_ns"].astype(np.int64)
         each = np.arange(len(recs))
-        stream, direction = self._stream[hook], self._direction[hook]
+        stream, direction = self.stream_argument[hook], self._direction[hook]
         rows["stream"] = np.where(stream >= 0, recs["a"][each, np.maximum(stream, 0)], np.uint64(ALL_STREAMS))
         home = recs["a"][each, np.maximum(direction, 0)] == DEVICE_TO_HOST
         # A copy to the host from pageable memory ends with its stream; one that took long has waited for it.
@@ -282,14 +296,16 @@ class Operations:
             issuer.places[pointer] = Place(pointer)
         return issuer.places[pointer]
 
-    def restart(self, proc: int, pointer: int) -> None:
-        """Another communicator lies at that address from now on."""
-        self.flush()
+    def restart(self, proc: int, pointer: int, at_ns: int) -> None:
+        """Another communicator lies at that address from that instant on."""
+        self.flush(at_ns)
         issuer = self.issuers.get(proc)
         place = issuer.places.pop(pointer, None) if issuer else None
         if issuer and place:
             if place.comm >= 0:
                 self.arrivals.trusted[place.comm] = False
+            rows = issuer.log.newest(len(issuer.log))
+            issuer.log.update("kind", rows["pointer"] == pointer, OTHER)  # numbers of another communicator
             issuer.old_places.append(place)
             del issuer.old_places[:-64]
 
@@ -316,8 +332,24 @@ class Operations:
         issued = rows[rows["enter_ns"] > 0]
         if len(issued):
             indices = issued["index"] + base
-            self.arrivals.came(place.comm, place.rank, indices, issued["enter_ns"], signatures(issued))
+            values = signatures(issued)
+            self.arrivals.came(place.comm, place.rank, indices, issued["enter_ns"], values)
+            self._learn(issued, values)
         place.untold = len(rows) - len(issued)
+
+    def _learn(self, rows: Array, values: Array) -> None:
+        """What a signature stands for."""
+        for value, at in zip(*(found.tolist() for found in np.unique(values, return_index=True)), strict=True):
+            if value not in self.meaning and not self._overflow.full("signatures", len(self.meaning)):
+                row = rows[at]
+                name = self._hooks.get(int(row["api"])).name
+                self.meaning[value] = (
+                    name,
+                    int(row["elements"]),
+                    int(row["dtype"]),
+                    int(row["redop"]),
+                    int(row["root"]),
+                )
 
     def _identify(self, issuer: Issuer, place: Place) -> None:
         proc = issuer.process.proc

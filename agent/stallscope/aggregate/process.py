@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stallscope.aggregate.checks import BadField, integer, items, maybe_integer, maybe_text, raw, text, texts
+from stallscope.aggregate.checks import BadField, integer, items, mapping, maybe_integer, maybe_text, raw, text, texts
 from stallscope.aggregate.hooks import WIRE_HOOKS, WIRE_TIMES, Hooks
 from stallscope.aggregate.limits import Overflow
 from stallscope.wire.columns import COUNT, TIME
@@ -71,11 +71,18 @@ class Process:
     untimed: bool = False
     entry_only: set[int] = field(default_factory=set)
     runtime_calls_before_driver: int = 0
+    env: dict[str, str] = field(default_factory=dict)
 
     def runtime_calls(self, hooks: Hooks) -> int:
         """Launches and waits of the CUDA runtime: each makes a driver call somewhere."""
         rows = ((hooks.get(number), row) for number, row in self.counts.items())
         return sum(row.calls for hook, row in rows if hook.library == "CUDART" and hook.kind in ("launch", "wait"))
+
+    @property
+    def global_rank(self) -> int | None:
+        """Its rank in the job, from the environment it was started with."""
+        names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+        return next((int(self.env[n]) for n in names if n in self.env and self.env[n].isdecimal()), None)
 
     def has_library(self, library: str, hooks: Hooks) -> bool:
         """Whether hooks of that library are linked; a static runtime lives in the program's own file."""
@@ -117,6 +124,7 @@ class Processes:
             cmdline=texts(body, "cmdline"),
             container_id=maybe_text(body, "container_id"),
             start_ns=integer(body, "start_ns"),
+            env=_environment(body),
         )
 
     def image(self, body: Body) -> None:
@@ -179,6 +187,13 @@ class Processes:
                 return
             self._times += 1
         process.times[number] = row
+
+
+def _environment(body: Body) -> dict[str, str]:
+    found = mapping(body, "env")
+    if not all(isinstance(value, str) for value in found.values()):
+        raise BadField("env holds something else than strings")
+    return {name: value[:64] for name, value in found.items()}
 
 
 def count_rows(data: bytes) -> list[Counts]:

@@ -187,8 +187,8 @@ class State:
         self.now_ns = self.capture.start_mono_ns
         self._begin(hooks)
 
-    def _restart(self, proc: int, pointer: int) -> int:
-        self.operations.restart(proc, pointer)
+    def _restart(self, proc: int, pointer: int, at_ns: int) -> int:
+        self.operations.restart(proc, pointer, at_ns)
         return self.events.restart(proc, pointer)
 
     def _tick(self, body: Body) -> None:

@@ -1,0 +1,113 @@
+"""Waits for a late rank, one by one, also those that end by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stallscope.aggregate.operations import Issuer
+from stallscope.aggregate.state import State
+from stallscope.diagnose.completed import Completed, Late
+from stallscope.diagnose.incident import Episode, Longest, Place
+
+__all__ = ["Episodes"]
+
+KEPT = 8
+MAX_ROWS = 4096
+MAX_DURATIONS = 100_000
+STACK_FROM_NS = 2_000_000_000
+
+
+@dataclass
+class _Row:
+    durations: list[int] = field(default_factory=list)
+    count: int = 0
+    total_ns: int = 0
+    max_ns: int = 0
+    longest: list[Longest] = field(default_factory=list)
+
+
+@dataclass
+class _Block:
+    """A time in which a rank was waited for; what overlaps it belongs to it, in whatever communicator."""
+
+    start_ns: int
+    end_ns: int
+
+
+class Episodes:
+    """Groups the late collectives of `Completed` into blocks, by rank at fault."""
+
+    def __init__(self, state: State, completed: Completed) -> None:
+        self._state, self._completed = state, completed
+        self._rows: dict[tuple[str, int], _Row] = {}
+        self._blocks: dict[int, _Block] = {}
+        self.turned_away = 0
+
+    def step(self) -> None:
+        """Take what the last step of `Completed` found."""
+        for late in sorted(self._completed.late, key=lambda late: late.at_ns):
+            issuer = self._issuer(late)
+            if issuer is not None and not self._waited_itself(issuer, late):
+                self._take(issuer, late)
+
+    def _issuer(self, late: Late) -> Issuer | None:
+        for issuer in self._state.operations.issuers.values():
+            if any(p.comm == late.comm and p.rank == late.rank for p in issuer.places.values()):
+                return issuer
+        return None
+
+    def _waited_itself(self, issuer: Issuer, late: Late) -> bool:
+        """Whether the rank was late because it waited for another one: then that one is at fault, or already told."""
+        waits = issuer.waits.newest(len(issuer.waits))
+        inside = np.minimum(waits["end_ns"], late.at_ns) - np.maximum(waits["ts_ns"], late.since_ns)
+        if 2 * int(np.maximum(inside, 0).sum()) < late.at_ns - late.since_ns:
+            return False
+        return any(
+            block.start_ns < late.at_ns and block.end_ns > late.since_ns
+            for proc, block in self._blocks.items()
+            if proc != issuer.process.proc
+        )
+
+    def _take(self, issuer: Issuer, late: Late) -> None:
+        proc = issuer.process.proc
+        block = self._blocks.get(proc)
+        if block is not None and late.since_ns < block.end_ns:
+            return  # other communicators, and later operations, that waited for the same absence
+        self._blocks[proc] = _Block(late.since_ns, late.at_ns)
+        key = (self._state.operations.key_of[late.comm], proc)
+        if key not in self._rows and len(self._rows) >= MAX_ROWS:
+            self.turned_away += 1
+            return
+        row = self._rows.setdefault(key, _Row())
+        duration = late.at_ns - late.since_ns
+        row.count += 1
+        row.total_ns += duration
+        row.max_ns = max(row.max_ns, duration)
+        if len(row.durations) < MAX_DURATIONS:
+            row.durations.append(duration)
+        row.longest.append(self._longest(proc, late, duration))
+        row.longest.sort(key=lambda item: -item.duration_ns)
+        del row.longest[KEPT:]
+
+    def _longest(self, proc: int, late: Late, duration_ns: int) -> Longest:
+        name = self._state.operations.meaning.get(late.signature, ("unknown",))[0]
+        stack = None
+        if duration_ns >= STACK_FROM_NS:
+            found = self._state.hosts.stack_during(proc, late.since_ns, late.at_ns)
+            stack = found.frames if found else None
+        return Longest(late.since_ns, duration_ns, name, late.number, stack)
+
+    def rows(self) -> list[Episode]:
+        """By communicator and rank at fault, the largest total first."""
+        found = [self._episode(comm, proc, row) for (comm, proc), row in self._rows.items()]
+        return sorted(found, key=lambda e: (-e.total_ns, e.comm, e.place.proc))
+
+    def _episode(self, comm: str, proc: int, row: _Row) -> Episode:
+        process = self._state.processes.table[proc]
+        places = self._state.operations.issuers[proc].places.values()
+        rank = next((p.rank for p in places if p.key == comm), None)
+        place = Place(rank, process.global_rank, proc, process.pid)
+        p99 = int(np.percentile(np.array(row.durations), 99, method="inverted_cdf"))
+        return Episode(comm, place, row.count, row.total_ns, row.max_ns, p99, row.longest)

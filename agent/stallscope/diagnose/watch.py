@@ -1,0 +1,170 @@
+"""The diagnosis over time: when a block is an incident, what it is called, how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stallscope.aggregate.state import State
+from stallscope.diagnose.completed import Completed
+from stallscope.diagnose.episodes import Episodes
+from stallscope.diagnose.incident import Collective, Episode, Incident
+from stallscope.diagnose.judge import judge
+from stallscope.diagnose.look import Looker
+from stallscope.diagnose.silent import Silent
+from stallscope.diagnose.stragglers import stragglers
+from stallscope.diagnose.summing import collectives
+from stallscope.diagnose.verdict import Verdict
+from stallscope.diagnose.writer import Writer
+
+__all__ = ["Watch"]
+
+SUSPECT_NS = 1_000_000_000
+LEAST_NS, MOST_NS = 2_000_000_000, 3_500_000_000
+TIMES_P99 = 5
+CONFIRM_NS = 1_000_000_000
+LOOK_EVERY_NS = 400_000_000
+STRAGGLERS_EVERY_NS = 1_000_000_000
+QUIET_NS = 700_000_000
+SETTLED_NS = 600_000_000
+MAX_INCIDENTS = 256
+
+
+@dataclass
+class _Suspect:
+    """Something that may become an incident."""
+
+    verdict: Verdict
+    first_ns: int
+    seen_ns: int
+    incident: Incident | None = None
+
+
+Name = tuple[object, ...]
+
+
+class Watch:
+    """Call `step` after each tick, `finish` at the end. Never reads a clock: a replay finds the same."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._begun = False
+        self.incidents: list[Incident] = []
+        self.dropped = 0
+
+    def _begin(self) -> None:
+        # The state's tables are made when the stream's first frame has told the hooks.
+        self._begun = True
+        self._completed = Completed(self._state)
+        self._episodes = Episodes(self._state, self._completed)
+        self._silent = Silent(self._state, self._completed)
+        self._suspects: dict[Name, _Suspect] = {}
+        self._next_look_ns = self._next_stragglers_ns = 0
+        self._straggling: set[int] = set()
+        self._counted: list[tuple[int, dict[int, int]]] = []
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """Waits for late ranks."""
+        return self._episodes.rows() if self._begun else []
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """What the communicators executed."""
+        return collectives(self._state, self._completed) if self._begun else []
+
+    def step(self) -> list[Incident]:
+        """Look at the state after a tick. Returns incidents that are new."""
+        if self._state.capture is None or self._state.dropped is not None:
+            return []
+        if not self._begun:
+            self._begin()
+        known = len(self.incidents)
+        now = self._state.ticked_ns
+        self._promise(now)
+        self._completed.step()
+        self._episodes.step()
+        self._silent.step(now)
+        if now >= self._next_look_ns and (self._suspects or self._stands_still(now)):
+            self._next_look_ns = now + LOOK_EVERY_NS
+            self._look(now)
+        for odd in self._silent.confirmed(now):
+            self._open(Writer(self._state, Looker(self._state, now)).silent(odd, len(self.incidents) + 1, now))
+        if now >= self._next_stragglers_ns:
+            self._next_stragglers_ns = now + STRAGGLERS_EVERY_NS
+            self._stragglers(now)
+        return self.incidents[known:]
+
+    def finish(self) -> None:
+        """The stream is over."""
+
+    def _promise(self, now: int) -> None:
+        """NCCL entries that the counters in the kernel had seen some ticks ago must have come as records by now."""
+        operations = self._state.operations
+        counted = {}
+        for proc, issuer in operations.issuers.items():
+            counts = issuer.process.counts
+            counted[proc] = sum(row.calls for hook, row in counts.items() if operations.is_told[hook])
+        self._counted.append((now, counted))
+        while len(self._counted) > 1 and self._counted[1][0] <= now - SETTLED_NS:
+            del self._counted[0]
+        if self._counted[0][0] <= now - SETTLED_NS:
+            for proc, entries in self._counted[0][1].items():
+                operations.issuers[proc].promised = entries
+
+    def _stands_still(self, now: int) -> bool:
+        flight = self._state.flight
+        oldest = min((t.calls[0].ts_ns for t in flight.waiting()), default=now)
+        oldest = min([oldest, *(call.since_ns for call in flight.inferred.values())])
+        if now - oldest >= SUSPECT_NS or self._state.hosts.suspect_ns is not None:
+            return True
+        return bool(self._state.operations.arrivals.lagging(now, SUSPECT_NS))
+
+    def _look(self, now: int) -> None:
+        looker = Looker(self._state, now)
+        for verdict in judge(looker.view):
+            self._consider(looker, verdict, now)
+        for name, suspect in list(self._suspects.items()):
+            if now - suspect.seen_ns > QUIET_NS:
+                del self._suspects[name]
+                if suspect.incident is not None:
+                    Writer(self._state, looker).close(suspect.incident, now)
+            elif suspect.incident is not None:
+                Writer(self._state, looker).refresh(suspect.incident, suspect.verdict, now)
+
+    def _consider(self, looker: Looker, verdict: Verdict, now: int) -> None:
+        name = self._name(looker, verdict)
+        suspect = self._suspects.get(name)
+        if now - verdict.since_ns < self._threshold_ns(looker, verdict):
+            return
+        if suspect is None:
+            suspect = self._suspects.setdefault(name, _Suspect(verdict, now, now))
+        if suspect.verdict.kind != verdict.kind and suspect.incident is None:
+            suspect.first_ns = now
+        suspect.verdict, suspect.seen_ns = verdict, now
+        if suspect.incident is None and now - suspect.first_ns >= CONFIRM_NS:
+            suspect.incident = Writer(self._state, looker).write(verdict, len(self.incidents) + 1, now)
+            self._open(suspect.incident)
+
+    def _name(self, looker: Looker, verdict: Verdict) -> Name:
+        """The same block has the same name at the next look: by who is at fault, else all undecided are one."""
+        return tuple(looker.owners[rank] for rank in verdict.culprits) or ("nobody",)
+
+    def _threshold_ns(self, looker: Looker, verdict: Verdict) -> int:
+        p99 = None
+        if verdict.comm is not None:
+            index = self._state.operations.index_of.get(looker.keys[verdict.comm])
+            if index is not None:
+                p99 = self._completed.slowest_p99_ns(index)
+        return min(max(LEAST_NS, TIMES_P99 * (p99 or 0)), MOST_NS)
+
+    def _open(self, incident: Incident) -> None:
+        if len(self.incidents) >= MAX_INCIDENTS:
+            self.dropped += 1
+            return
+        self.incidents.append(incident)
+
+    def _stragglers(self, now: int) -> None:
+        for one in stragglers(self._state, self._completed):
+            if one.proc not in self._straggling:
+                self._straggling.add(one.proc)
+                self._open(Writer(self._state, Looker(self._state, now)).straggler(one, len(self.incidents) + 1, now))

@@ -1,0 +1,68 @@
+"""Sentences of incidents: what happened and what to do next, for somebody who has just been woken up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Facts", "next_step", "summary"]
+
+
+class Facts(NamedTuple):
+    """What a sentence is made of.
+
+    who: e.g. "rank 5 (pid 1234)"; where: e.g. "ncclAllReduce #17 on communicator 1f2e3d4c (8 ranks)"; host: where the
+    culprit's host is, e.g. "in read() on pipe:[123]"; waiting: how many ranks wait.
+    """
+
+    kind: str
+    who: str
+    pid: int | None
+    where: str
+    why: str
+    host: str | None
+    waiting: int
+
+
+_HEADS = {
+    "DIED": "{who} died; {waiting} wait for it at {where}",
+    "NOT_ARRIVED": "{who} has not come to {where}; {waiting} wait for it",
+    "LEFT": "{who} has left while {waiting} wait for it at {where}",
+    "GPU_STUCK": "the GPU of {who} has not begun {where}; {waiting} wait for it",
+    "MISMATCH": "{who} calls something else than the others at {where}",
+    "SKIPPED": "{who} left out an operation before {where}; {waiting} are blocked",
+    "EXTRA": "{who} made an operation too many before {where}; {waiting} are blocked",
+    "ORDER_DEADLOCK": "{who} issues operations in another order than its peers: nobody can go on at {where}",
+    "IN_API": "{who} is inside an NCCL call that does not return; {waiting} wait for it at {where}",
+    "ALL_ARRIVED": "all ranks issued {where}, and it does not complete",
+    "STRAGGLER": "{who} is slower than its peers on {where}",
+    "SILENT_MISMATCH": "{who} called something else than the others at {where}, and it completed: results may be wrong",
+    "CANNOT_DECIDE": "a block whose cause can't be told, at {where}",
+}
+_NEXT = {
+    "DIED": "look for the first error of pid {pid}: its log, dmesg (out of memory), the exit code above",
+    "NOT_ARRIVED": "see where pid {pid} is: the stack and the file above, or py-spy dump --pid {pid}",
+    "LEFT": "compare the number of steps or batches of the ranks: pid {pid} ended its loop before the others",
+    "GPU_STUCK": "look at the kernels of pid {pid} before this operation (compute-sanitizer, cuda-gdb, Xid in dmesg)",
+    "MISMATCH": "compare the code path of pid {pid} with its peers': other data, another branch or version",
+    "SKIPPED": "look for a branch that pid {pid} took alone: a skipped batch, an unused parameter, an early continue",
+    "EXTRA": "look for a branch that pid {pid} took alone: an additional batch, a retry, a logging reduce",
+    "ORDER_DEADLOCK": "make all ranks issue the operations of these communicators in one order, or in one group",
+    "IN_API": "native stack of pid {pid} (gdb -p, py-spy dump --native); NCCL's version and its log",
+    "ALL_ARRIVED": "check GPUs (Xid in dmesg, power above), network and NCCL's log; kernels before it may hang as well",
+    "STRAGGLER": "compare clocks, temperature, other load and input sizes of pid {pid} with its peers",
+    "SILENT_MISMATCH": "compare shapes and types of pid {pid} with its peers at this call",
+    "CANNOT_DECIDE": "see who is where in the list of calls in flight; attach before the block to see more",
+}
+
+
+def summary(facts: Facts) -> str:
+    """One sentence, e.g. "rank 5 (pid 12) has not come to ncclAllReduce #17 on ...; 7 ranks wait for it: in read()"."""
+    ranks = f"{facts.waiting} rank{'' if facts.waiting == 1 else 's'}"
+    head = _HEADS.get(facts.kind, "{who}: {where}").format(who=facts.who, where=facts.where, waiting=ranks)
+    parts = [part for part in (facts.why, facts.host) if part]
+    return head + (f": {'; '.join(parts)}" if parts else "")
+
+
+def next_step(facts: Facts) -> str:
+    """What to do now."""
+    return _NEXT.get(facts.kind, "").format(pid=facts.pid if facts.pid is not None else "?")

@@ -1,0 +1,214 @@
+"""Makes incidents of verdicts: names, places, sentences, outcomes."""
+
+from __future__ import annotations
+
+from stallscope.aggregate.hosts import Host
+from stallscope.aggregate.process import Process
+from stallscope.aggregate.state import State
+from stallscope.diagnose.completed import Odd
+from stallscope.diagnose.incident import Culprit, Incident, Place
+from stallscope.diagnose.labels import label_of
+from stallscope.diagnose.look import Looker
+from stallscope.diagnose.silent import minority
+from stallscope.diagnose.stragglers import Straggler
+from stallscope.diagnose.verdict import Verdict
+from stallscope.diagnose.view import Key
+from stallscope.diagnose.words import Facts, next_step, summary
+
+__all__ = ["Writer"]
+
+NAMES = {"init": "the creation", "split": "ncclCommSplit", "end": "the end"}
+MAX_NAMED = 4
+ABORT = "ncclCommAbort"
+
+
+class Writer:
+    """For one look."""
+
+    def __init__(self, state: State, looker: Looker) -> None:
+        self._state, self._looker = state, looker
+
+    def write(self, verdict: Verdict, number: int, now: int) -> Incident:
+        """A new incident."""
+        comm = verdict.comm
+        incident = Incident(
+            id=number,
+            kind=verdict.kind,
+            label=None,
+            comm=self._looker.keys[comm] if comm is not None else None,
+            op=self._op(verdict.key),
+            seq=_seq(verdict.key),
+            culprits=[Culprit(self._place(rank, comm)) for rank in verdict.culprits],
+            victims=[self._place(rank, comm) for rank in verdict.victims],
+            cascade=[self._looker.keys[other] for other in verdict.cascade],
+            start_ns=verdict.since_ns,
+            reported_ns=now,
+            end_ns=None,
+            outcome="running",
+            evidence=verdict.evidence,
+            confidence=verdict.confidence,
+            summary="",
+            next="",
+        )
+        self._tell(incident, verdict.why, now)
+        return incident
+
+    def refresh(self, incident: Incident, verdict: Verdict, now: int) -> None:
+        """What is known later: more victims, stacks, and a class where there was none."""
+        if incident.kind == "CANNOT_DECIDE" and verdict.kind != "CANNOT_DECIDE":
+            incident.kind, incident.evidence, incident.confidence = verdict.kind, verdict.evidence, verdict.confidence
+        if verdict.kind == incident.kind:
+            seen = {victim.proc for victim in incident.victims}
+            more = [self._place(rank, verdict.comm) for rank in verdict.victims]
+            incident.victims += [place for place in more if place.proc not in seen]
+            self._tell(incident, verdict.why, now)
+
+    def close(self, incident: Incident, now: int) -> None:
+        """The block is over."""
+        incident.end_ns, incident.outcome = self._end(incident, now)
+
+    def _end(self, incident: Incident, now: int) -> tuple[int, str]:
+        procs = {culprit.place.proc for culprit in incident.culprits}
+        victims = {victim.proc for victim in incident.victims}
+        aborted = self._aborts(victims, incident.start_ns)
+        if aborted is not None:
+            return aborted, "timed_out"
+        ends = [e.at_ns for p in victims if (e := self._state.processes.table[p].exit) and e.at_ns > incident.start_ns]
+        if victims and len(ends) == len(victims):
+            return max(ends), "died" if incident.kind == "DIED" else "aborted"
+        came = [self._first_after(proc, incident.start_ns) for proc in procs]
+        known = [ns for ns in came if ns is not None]
+        return (min(known) if known else now), "resolved"
+
+    def _aborts(self, procs: set[int], since_ns: int) -> int | None:
+        """When a victim gave up: torch's watchdog aborts communicators, NCCL returns ncclTimeout."""
+        found = []
+        for proc in procs:
+            issuer = self._state.operations.issuers.get(proc)
+            if issuer is None:
+                continue
+            rows = issuer.log.newest(64)
+            names = [self._state.hooks.get(hook).name == ABORT for hook in rows["hook"].tolist()]
+            found += [ts for ts, name in zip(rows["ts_ns"].tolist(), names, strict=True) if name and ts > since_ns]
+            found += [issuer.timed_out_ns] if (issuer.timed_out_ns or 0) > since_ns else []
+        return min((ts for ts in found if ts is not None), default=None)
+
+    def _first_after(self, proc: int, since_ns: int) -> int | None:
+        issuer = self._state.operations.issuers.get(proc)
+        if issuer is None:
+            return None
+        stamps = issuer.log.newest(len(issuer.log))["ts_ns"]
+        later = stamps[stamps > since_ns + 1_000_000_000]
+        return int(later[0]) if len(later) else None
+
+    def silent(self, odd: Odd, number: int, now: int) -> Incident:
+        """Ranks called different things, and it completed."""
+        operations = self._state.operations
+        key = operations.key_of[odd.comm]
+        ranks = minority(self._state, odd)
+        places = [place for rank in ranks if (place := self._place_in(odd.comm, rank)) is not None]
+        names = [operations.meaning.get(value, ("unknown", 0, -1, -1, -1)) for value in odd.signatures]
+        incident = Incident(
+            number, "SILENT_MISMATCH", None, key, names[0][0], odd.number, [Culprit(p) for p in places], [], [],
+            odd.at_ns, now, odd.at_ns, "resolved", "api", "high" if len(odd.signatures) > 2 else "medium", "", "",
+        )  # fmt: skip
+        kinds = sorted({f"{n} of {elements} elements of type {dtype}" for n, elements, dtype, _, _ in names})
+        self._tell(incident, " against ".join(kinds[:3]), now)
+        return incident
+
+    def straggler(self, one: Straggler, number: int, now: int) -> Incident:
+        """A rank that is slow again and again."""
+        place = self._place_in(one.comm, one.rank)
+        key = self._state.operations.key_of[one.comm]
+        incident = Incident(
+            number, "STRAGGLER", None, key, None, None, [Culprit(place)] if place else [], [], [],
+            now, now, None, "running", "api", "medium", "", "",
+            {"last_in_percent": one.percent, "own_ns": one.own_ns, "operations": one.operations},
+        )  # fmt: skip
+        why = f"last in {one.percent} % of the newest {one.operations} operations, then by {one.own_ns / 1e6:.1f} ms"
+        self._tell(incident, f"{why} of its own time (median)", now)
+        return incident
+
+    def _tell(self, incident: Incident, why: str, now: int) -> None:
+        incident.label = incident.label or label_of(self._state, incident, now)
+        for culprit in incident.culprits:
+            self._locate(culprit, incident.start_ns, now)
+        facts = Facts(
+            incident.kind,
+            _who([culprit.place for culprit in incident.culprits]),
+            incident.culprits[0].place.pid if incident.culprits else None,
+            self._where(incident),
+            why,
+            self._host_words(incident),
+            len(incident.victims),
+        )
+        incident.summary, incident.next = summary(facts), next_step(facts)
+
+    def _locate(self, culprit: Culprit, start_ns: int, now: int) -> None:
+        proc = culprit.place.proc
+        stack = self._state.hosts.stack_during(proc, start_ns, now)
+        culprit.stack = stack.frames if stack else culprit.stack
+        looks = self._state.hosts.during(proc, start_ns, now)
+        if looks:
+            culprit.waiting_in = _waiting_in(looks[-1])
+
+    def _host_words(self, incident: Incident) -> str | None:
+        words = incident.culprits[0].waiting_in if incident.culprits else None
+        if not words:
+            return None
+        on = f" on {words['file']}" if words["file"] else ""
+        if words["syscall"]:
+            return f"it is in {words['syscall']}(){on}"
+        return f"it is blocked in the kernel in {words['wchan']}" if words["wchan"] else None
+
+    def _where(self, incident: Incident) -> str:
+        comm = self._state.communicators.table.get(incident.comm or "")
+        number = f" #{incident.seq}" if incident.seq is not None else ""
+        if comm is None:
+            return (incident.op or "an NCCL operation") + number
+        name = comm.uid or comm.id
+        size = f" ({comm.nranks} ranks)" if comm.nranks else ""
+        return f"{incident.op or 'operations'}{number} on communicator {name}{size}"
+
+    def _op(self, key: Key | None) -> str | None:
+        if key is None:
+            return None
+        for rank in self._looker.view.ranks:
+            for operation in reversed(rank.operations):
+                if operation.key == key:
+                    return operation.name
+        return NAMES.get(str(key[1]))
+
+    def _place(self, rank: int, comm: int | None) -> Place:
+        process = self._looker.process_of(rank)
+        return _place(process, self._looker.rank_of(comm, rank) if comm is not None else None)
+
+    def _place_in(self, comm: int, rank: int) -> Place | None:
+        for issuer in self._state.operations.issuers.values():
+            if any(p.comm == comm and p.rank == rank for p in issuer.places.values()):
+                return _place(issuer.process, rank)
+        return None
+
+
+def _place(process: Process, rank: int | None) -> Place:
+    return Place(rank, process.global_rank, process.proc, process.pid)
+
+
+def _seq(key: Key | None) -> int | None:
+    return int(key[-1]) if key is not None and key[1] in ("c", "p") else None
+
+
+def _who(places: list[Place]) -> str:
+    names = []
+    for place in places[:MAX_NAMED]:
+        rank = place.global_rank if place.global_rank is not None else place.rank
+        names.append(f"rank {rank} (pid {place.pid})" if rank is not None else f"pid {place.pid}")
+    return " and ".join(names) + (f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else "")
+
+
+def _waiting_in(host: Host) -> dict[str, str | None]:
+    """Of the thread that is likeliest to hold the rank up: the main one, which comes first."""
+    task = host.tasks[0] if host.tasks else None
+    if task is None:
+        return {"syscall": None, "file": None, "wchan": None}
+    return {"syscall": task.syscall, "file": task.file, "wchan": task.wchan}
