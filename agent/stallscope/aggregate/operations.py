@@ -31,24 +31,20 @@ from stallscope.aggregate.numbering import (
 )
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.ring import Ring
-from stallscope.wire.hook_table import BY_NAME
+from stallscope.aggregate.waits import WAIT, WaitFacts
 
-__all__ = ["WAIT", "Issuer", "Operations", "Place", "signatures"]
+__all__ = ["Issuer", "Operations", "Place", "signatures"]
 
 Array = NDArray[Any]
 WINDOW = 2048
 WAITS = 512
-LONG_WAIT_NS = 200_000
 MAX_PENDING = 1 << 20
-DEVICE_TO_HOST = 2
-ALL_STREAMS = (1 << 64) - 1
+MAX_STREAMS = 64
 USER_REDOP = 5
 MAX_RANKS = 1 << 17
 SAMPLES = 3
 TIMEOUT = 8  # ncclTimeout, nccl.h 2.32
 TOLD = ("collective", "p2p", "group", "comm")  # whose entries are always recorded
-WAIT = np.dtype([("ts_ns", "<i8"), ("end_ns", "<i8"), ("stream", "<u8"), ("hook", "<u2"), ("ends", "?")])
-"""A call that waited for the device; ends: everything issued before on its stream was done at its end."""
 
 
 @dataclass
@@ -62,6 +58,7 @@ class Place:
             numbers after an attach in the middle (diagnose/pairs.py).
         next_n: number that the next record should bear; missed: records that never came.
         splits: ncclCommSplit and the like so far.
+        spoiled: records were lost, and nobody knows of which kind.
     """
 
     pointer: int
@@ -77,6 +74,12 @@ class Place:
     missed: int = 0
     splits: int = 0
     untold: int = 0
+    spoiled: bool = False
+
+    @property
+    def numbered(self) -> bool:
+        """Whether numbers mean the same operation as its peers'."""
+        return self.base is not None and not self.spoiled
 
 
 class Issuer:
@@ -98,6 +101,7 @@ class Issuer:
         self.groups: dict[int, tuple[int, int]] = {}  # tid -> (depth, batch)
         self.synced: dict[int, int] = {}
         self.settled = 0
+        self.stale = False  # rows before `settled` have to be told
         self.timed_out_ns: int | None = None
         self.promised = 0  # NCCL entries that the counters in the kernel had seen a while ago
 
@@ -122,28 +126,13 @@ class Operations:
         self._pending: list[tuple[list[Process | None], Array]] = []
         self._waiting = 0
         self.is_told = hooks.column(lambda h: h.library == "NCCL" and h.kind in TOLD)
-        self._is_wait = hooks.column(lambda h: h.kind in ("wait", "copy") and h.timed)
-        self._is_copy = hooks.column(lambda h: h.kind == "copy")
-        self.stream_argument = np.full(len(self._is_wait), -1, np.int8)
-        self._direction = np.full(len(self._is_wait), -1, np.int8)
-        self._ends_all = hooks.column(lambda h: h.name in ("cudaDeviceSynchronize", "cuCtxSynchronize"))
-        self._describe_waits()
-
-    def _describe_waits(self) -> None:
-        for number, facts in self._hooks.by_id.items():
-            words = BY_NAME[facts.name].arguments.split()[:8] if facts.name in BY_NAME else []
-            if self._is_wait[number] and "stream" in words:
-                self.stream_argument[number] = words.index("stream")
-            if "copy_kind" in words:
-                self._direction[number] = words.index("copy_kind")
+        self.wait_facts = WaitFacts(hooks)
 
     def add(self, slots: list[Process | None], recs: Array) -> None:
         """Records of a frame, with who held which slot."""
         hook, kind = recs["hook"], recs["kind"]
-        entries = self._hooks.is_nccl[hook] & ((kind == ENTER) | (kind == CALL))
-        waits = (
-            self._is_wait[hook] & (kind == DONE) & (recs["dur_ns"] >= LONG_WAIT_NS) & ((recs["flags"] & NESTED) == 0)
-        )
+        entries = self.is_told[hook] & ((kind == ENTER) | (kind == CALL))
+        waits = self.wait_facts.chosen(recs)
         timed_out = self.is_told[hook] & (kind == DONE) & (recs["status"] == TIMEOUT)
         chosen = entries | waits | timed_out
         if not chosen.any():
@@ -209,20 +198,11 @@ class Operations:
     def _take_waits(self, issuer: Issuer, recs: Array) -> None:
         if not len(recs):
             return
-        rows = np.zeros(len(recs), WAIT)
-        hook = recs["hook"]
-        rows["ts_ns"], rows["hook"] = recs["ts_ns"].astype(np.int64), hook
-        rows["end_ns"] = rows["ts_ns"] + recs["dur_ns"].astype(np.int64)
-        each = np.arange(len(recs))
-        stream, direction = self.stream_argument[hook], self._direction[hook]
-        rows["stream"] = np.where(stream >= 0, recs["a"][each, np.maximum(stream, 0)], np.uint64(ALL_STREAMS))
-        home = recs["a"][each, np.maximum(direction, 0)] == DEVICE_TO_HOST
-        # A copy to the host from pageable memory ends with its stream; one that took long has waited for it.
-        rows["ends"] = self._ends_all[hook] | (stream >= 0) & (~self._is_copy[hook] | (direction >= 0) & home)
-        issuer.waits.append(rows[np.argsort(rows["end_ns"], kind="stable")])
+        rows = self.wait_facts.rows(recs)
+        issuer.waits.append(rows)
         for row in rows[rows["ends"]].tolist():
             place = int(row[2])
-            if place in issuer.synced or len(issuer.synced) < 64:
+            if place in issuer.synced or len(issuer.synced) < MAX_STREAMS:
                 issuer.synced[place] = max(issuer.synced.get(place, 0), int(row[0]))
 
     def _group(self, issuer: Issuer, rows: Array) -> None:
@@ -244,6 +224,7 @@ class Operations:
                 rows["batch"][i], rows["enter_ns"][i] = batch, 0
 
     def _close(self, issuer: Issuer, rows: Array, batch: int, ts_ns: int) -> None:
+        issuer.stale = True
         rows["enter_ns"][(rows["batch"] == batch) & (rows["enter_ns"] == 0)] = ts_ns
         kept = issuer.log.newest(len(issuer.log))
         issuer.log.update("enter_ns", (kept["batch"] == batch) & (kept["enter_ns"] == 0), ts_ns)
@@ -259,7 +240,8 @@ class Operations:
         at = at[rows["kind"][at] != SPLIT]
         if not len(at):
             return
-        self._miss(place, rows["n"][at])
+        mixed = bool(place.peers) or bool((rows["kind"][at] != COLLECTIVE).any())
+        self._miss(place, rows["n"][at], mixed)
         empty = (rows["kind"][at] == COLLECTIVE) & (rows["elements"][at] == 0)
         rows["kind"][at[empty]] = OTHER
         chosen = at[rows["kind"][at] == COLLECTIVE]
@@ -276,16 +258,16 @@ class Operations:
         if len(chosen):
             place.untold += len(chosen)
 
-    def _miss(self, place: Place, n: Array) -> None:
+    def _miss(self, place: Place, n: Array, mixed: bool) -> None:
         """Numbers have no holes: one in them is a record that was lost."""
         first = int(n[0]) if place.next_n is None else place.next_n
         holes = int(n[-1]) + 1 - first - len(n)
         if holes > 0:
             place.missed += holes
-            if not place.peers:
+            if not mixed:
                 place.collectives += holes  # all of them are collectives, as far as anybody saw
             else:
-                place.how = "unknown"
+                place.spoiled = True
         place.next_n = int(n[-1]) + 1
 
     def _place(self, issuer: Issuer, pointer: int) -> Place | None:
@@ -316,9 +298,13 @@ class Operations:
             for place in issuer.places.values():
                 if place.comm < 0 or place.base is None:
                     self._identify(issuer, place)
-                    fresh = len(issuer.log)
-            if fresh or issuer.groups:
-                self._tell_all(issuer, len(issuer.log) if issuer.groups else fresh)
+                    issuer.stale = True
+                if place.comm >= 0 and not place.numbered:
+                    self.arrivals.trusted[place.comm] = False
+            if fresh or issuer.groups or issuer.stale:
+                whole = issuer.groups or issuer.stale
+                self._tell_all(issuer, len(issuer.log) if whole else fresh)
+                issuer.stale = False
             issuer.settled = issuer.log.total
 
     def _tell_all(self, issuer: Issuer, fresh: int) -> None:
@@ -363,8 +349,6 @@ class Operations:
         if place.base is None:
             known = self._communicators.sequence_base(proc, place.pointer)
             place.base, place.how = known if known else self._read_base(issuer, place)
-        if place.comm >= 0 and place.how == "unknown":
-            self.arrivals.trusted[place.comm] = False
 
     def _enrol(self, place: Place, key: str, nranks: int, rank: int) -> None:
         if key not in self.index_of:

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from stallscope.aggregate.communicators import Communicator, Member
 from stallscope.aggregate.numbering import COLLECTIVE, RECV, SEND, SPLIT
-from stallscope.aggregate.operations import ALL_STREAMS, USER_REDOP, Issuer, Place
+from stallscope.aggregate.operations import USER_REDOP, Issuer, Place
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.state import State
+from stallscope.aggregate.waits import ALL_STREAMS
 from stallscope.diagnose.pairs import pair_base
 from stallscope.diagnose.view import (
     DEAD,
@@ -138,7 +139,7 @@ class Looker:
             rank.stream = self._stream(hook, arguments)
 
     def _stream(self, hook: int, arguments: list[int]) -> int | None:
-        where = int(self.state.operations.stream_argument[hook])
+        where = int(self.state.operations.wait_facts.stream[hook])
         return arguments[where] if where >= 0 else None
 
     def _comm_index_of(self, key: str) -> int | None:
@@ -161,7 +162,7 @@ class Looker:
                 comm = self.view.comms[index]
                 lane = self._lanes.get((issuer.process.proc, place.pointer), 0)
                 comm.members[place.rank] = self._index[issuer.process.proc, lane]
-                comm.aligned &= place.base is not None and place.how != "unknown"
+                comm.aligned &= place.numbered
         for key, communicator in self.state.communicators.table.items():
             self._silent_members(key, communicator)
 
