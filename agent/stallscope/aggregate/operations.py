@@ -240,6 +240,7 @@ class Operations:
         at = at[rows["kind"][at] != SPLIT]
         if not len(at):
             return
+        at = at[np.argsort(rows["n"][at], kind="stable")]  # threads may have taken their numbers in another order
         mixed = bool(place.peers) or bool((rows["kind"][at] != COLLECTIVE).any())
         self._miss(place, rows["n"][at], mixed)
         empty = (rows["kind"][at] == COLLECTIVE) & (rows["elements"][at] == 0)

@@ -150,6 +150,8 @@ class Watch:
         return tuple(looker.owners[rank] for rank in verdict.culprits) or ("nobody",)
 
     def _threshold_ns(self, looker: Looker, verdict: Verdict) -> int:
+        if verdict.key is not None and verdict.key[1] in ("init", "split"):
+            return MOST_NS  # ranks of a job start at different times
         p99 = None
         if verdict.comm is not None:
             index = self._state.operations.index_of.get(looker.keys[verdict.comm])
