@@ -31,87 +31,87 @@ ON("uprobe") int return_42(struct pt_regs *ctx) {
 }
 /* ncclAllReduce */
 ON("uprobe") int enter_300(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x16430da0812cull, 1);
+  return do_enter(ctx, 0x16430dc0812cull, 1);
 }
 ON("uprobe") int return_300(struct pt_regs *ctx) {
-  return do_return(ctx, 0x16430da0812cull);
+  return do_return(ctx, 0x16430dc0812cull);
 }
 /* ncclGroupEnd */
 ON("uprobe") int enter_341(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x4210408155ull, 1);
+  return do_enter(ctx, 0x4210608155ull, 1);
 }
 ON("uprobe") int return_341(struct pt_regs *ctx) {
-  return do_return(ctx, 0x4210408155ull);
+  return do_return(ctx, 0x4210608155ull);
 }
 /* ncclCommInitRankConfig */
 ON("uprobe") int enter_352(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x1005210a08160ull, 1);
+  return do_enter(ctx, 0x1005210c08160ull, 1);
 }
 ON("uprobe") int return_352(struct pt_regs *ctx) {
-  return do_return(ctx, 0x1005210a08160ull);
+  return do_return(ctx, 0x1005210c08160ull);
 }
 /* ncclCommInitRank */
 ON("uprobe") int enter_351(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x100521080815full, 1);
+  return do_enter(ctx, 0x1005210a0815full, 1);
 }
 ON("uprobe") int return_351(struct pt_regs *ctx) {
-  return do_return(ctx, 0x100521080815full);
+  return do_return(ctx, 0x1005210a0815full);
 }
 /* ncclReduceScatter */
 ON("uprobe") int enter_301(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x16430dc0812dull, 1);
+  return do_enter(ctx, 0x16430de0812dull, 1);
 }
 ON("uprobe") int return_301(struct pt_regs *ctx) {
-  return do_return(ctx, 0x16430dc0812dull);
+  return do_return(ctx, 0x16430de0812dull);
 }
 /* ncclAllGather */
 ON("uprobe") int enter_305(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x5430e408131ull, 1);
+  return do_enter(ctx, 0x5430e608131ull, 1);
 }
 ON("uprobe") int return_305(struct pt_regs *ctx) {
-  return do_return(ctx, 0x5430e408131ull);
+  return do_return(ctx, 0x5430e608131ull);
 }
 /* ncclBroadcast */
 ON("uprobe") int enter_303(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x16430e00812full, 1);
+  return do_enter(ctx, 0x16430e20812full, 1);
 }
 ON("uprobe") int return_303(struct pt_regs *ctx) {
-  return do_return(ctx, 0x16430e00812full);
+  return do_return(ctx, 0x16430e20812full);
 }
 /* ncclSend */
 ON("uprobe") int enter_330(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x5430fc0814aull, 1);
+  return do_enter(ctx, 0x5430fe0814aull, 1);
 }
 ON("uprobe") int return_330(struct pt_regs *ctx) {
-  return do_return(ctx, 0x5430fc0814aull);
+  return do_return(ctx, 0x5430fe0814aull);
 }
 /* ncclRecv */
 ON("uprobe") int enter_331(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x5430fe0814bull, 1);
+  return do_enter(ctx, 0x5431000814bull, 1);
 }
 ON("uprobe") int return_331(struct pt_regs *ctx) {
-  return do_return(ctx, 0x5430fe0814bull);
+  return do_return(ctx, 0x5431000814bull);
 }
 /* cuStreamSynchronize */
 ON("uprobe") int enter_192(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x48074020c0ull, 0);
+  return do_enter(ctx, 0x48076020c0ull, 0);
 }
 ON("uprobe") int return_192(struct pt_regs *ctx) {
-  return do_return(ctx, 0x48074020c0ull);
+  return do_return(ctx, 0x48076020c0ull);
 }
 /* cuEventSynchronize */
 ON("uprobe") int enter_194(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x48078020c2ull, 0);
+  return do_enter(ctx, 0x4807a020c2ull, 0);
 }
 ON("uprobe") int return_194(struct pt_regs *ctx) {
-  return do_return(ctx, 0x48078020c2ull);
+  return do_return(ctx, 0x4807a020c2ull);
 }
 /* cuCtxSynchronize */
 ON("uprobe") int enter_190(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x48070020beull, 0);
+  return do_enter(ctx, 0x48072020beull, 0);
 }
 ON("uprobe") int return_190(struct pt_regs *ctx) {
-  return do_return(ctx, 0x48070020beull);
+  return do_return(ctx, 0x48072020beull);
 }
 /* cudaLaunchKernel */
 ON("uprobe") int enter_1(struct pt_regs *ctx) {
@@ -135,24 +135,24 @@ ON("uprobe") int enter_152(struct pt_regs *ctx) {
 }
 /* cudaMemcpyAsync */
 ON("uprobe") int enter_62(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x400160303eull, 0);
+  return do_enter(ctx, 0x400180303eull, 0);
 }
 ON("uprobe") int return_62(struct pt_regs *ctx) {
-  return do_return(ctx, 0x400160303eull);
+  return do_return(ctx, 0x400180303eull);
 }
 /* cudaMemcpy */
 ON("uprobe") int enter_60(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x400120303cull, 0);
+  return do_enter(ctx, 0x400140303cull, 0);
 }
 ON("uprobe") int return_60(struct pt_regs *ctx) {
-  return do_return(ctx, 0x400120303cull);
+  return do_return(ctx, 0x400140303cull);
 }
 /* cudaFree */
 ON("uprobe") int enter_107(struct pt_regs *ctx) {
-  return do_enter(ctx, 0x400520406bull, 0);
+  return do_enter(ctx, 0x400540406bull, 0);
 }
 ON("uprobe") int return_107(struct pt_regs *ctx) {
-  return do_return(ctx, 0x400520406bull);
+  return do_return(ctx, 0x400540406bull);
 }
 /* cudaLaunchKernel_ptsz */
 ON("uprobe") int enter_2(struct pt_regs *ctx) {

@@ -168,10 +168,15 @@ INL void add_time(u32 slot, u64 cookie, u32 flags, u64 dur) {
   if (b < WIRE_BUCKETS) __sync_fetch_and_add(&t->hist[b], 1);
 }
 
+/* Two results are no errors: ncclInProgress, and cudaErrorNotReady, which the driver's CUresult numbers alike. */
+INL int is_error(u64 cookie, int status) {
+  return status && status != (FLAGS_OF(cookie) & WIRE_HOOK_VITAL ? 7 : 600);
+}
+
 INL void record_done(struct wire_row *r, struct wire_frame *f, u64 id, u64 dur, int status, struct wire_count *c) {
   struct hit h = {.cookie = f->cookie, .id = id, .n = f->n, .ts = f->ts_ns, .slot = r->slot, .flags = f->flags};
   u32 flags = FLAGS_OF(h.cookie), out = OUT_OF(h.cookie), depth = r->depth;
-  int always = status || dur >= setting(WIRE_CONF_LONG_NS), failed;
+  int always = is_error(h.cookie, status) || dur >= setting(WIRE_CONF_LONG_NS), failed;
   if (always) h.flags |= WIRE_ALWAYS;
   if (!always && !f->pick) {
     __sync_fetch_and_add(&c->sampled_out, 1);
@@ -230,8 +235,7 @@ INL int do_return(struct pt_regs *ctx, u64 cookie) {
   struct wire_count *c = count_of(r->slot, HOOK_OF(cookie));
   if (!c) return 0;
   add_time(r->slot, f->cookie, f->flags, dur);
-  int failed = status && !((FLAGS_OF(cookie) & WIRE_HOOK_VITAL) && status == 7); /* ncclInProgress is no error */
-  if (failed) __sync_fetch_and_add(&c->errors, 1);
+  if (is_error(cookie, status)) __sync_fetch_and_add(&c->errors, 1);
   record_done(r, f, id, dur, status, c);
   return 0;
 }

@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
-from stallscope.capture.procfs import Facts, children_of, facts_of
+from stallscope.capture.procfs import Facts, children_of, facts_of, rank_words
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.tables import Tables
 from stallscope.capture.target import Target, Unasked
 from stallscope.errors import TargetProblem
 from stallscope.wire.frames import Kind
+from stallscope.wire.hook_table import BY_NAME, HOOKS
 
 __all__ = ["Population"]
 
 FORK, EXEC, EXIT = 4, 5, 6
+NCCL = frozenset(hook.id for hook in HOOKS if hook.library == "NCCL")
+POLLING = frozenset({BY_NAME["cudaEventQuery"].id})  # torch's watchdog does it in a rank that hangs, too
 _REC = struct.Struct("<QQIIHBBHBBIi8Q")
 
 
@@ -159,7 +162,8 @@ class Population:
             Kind.PROCESS,
             {"proc": target.proc, "pid": facts.pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid,
              "parent": target.parent, "name": facts.name, "cmdline": facts.cmdline,
-             "container_id": facts.container_id, "start_ns": facts.start_ns, "at_ns": target.appeared_ns},
+             "container_id": facts.container_id, "start_ns": facts.start_ns, "at_ns": target.appeared_ns,
+             "env": rank_words(target.pid)},
         )  # fmt: skip
         self._send(Kind.SLOT, {"slot": target.slot, "proc": target.proc, "at_ns": target.appeared_ns})
 
@@ -229,7 +233,13 @@ class Population:
             target.facts = facts_of(pid)
         self._send(
             Kind.IMAGE,
-            {"proc": target.proc, "at_ns": ts_ns, "name": target.facts.name, "cmdline": target.facts.cmdline},
+            {
+                "proc": target.proc,
+                "at_ns": ts_ns,
+                "name": target.facts.name,
+                "cmdline": target.facts.cmdline,
+                "env": rank_words(target.pid),
+            },
         )
         self._linker.link_process(target, ts_ns)
 
@@ -310,6 +320,9 @@ class Population:
     def send_counts(self, target: Target, now: int) -> None:
         """Counters of one process that changed since they were last sent."""
         changed = self._tables.counters.changed(target.slot)
+        if not POLLING.issuperset(changed.hooks):
+            target.counted_ns = now
+            target.used_nccl = target.used_nccl or not NCCL.isdisjoint(changed.hooks)
         if changed.hooks or changed.time_ids:
             self._send(
                 Kind.COUNTS,

@@ -9,14 +9,18 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "is_leaderless",
-           "live_path", "parent_of", "probe_area", "seccomp_mode", "threads_of", "vdso_of"]  # fmt: skip
+__all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "is_leaderless", "live_path",
+           "own_tid", "parent_of", "probe_area", "rank_words", "seccomp_mode", "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)", re.MULTILINE)
 _MAPS_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$")
 MAX_CMDLINE_BYTES = 4096
 MAX_MAPS_BYTES = 16 << 20
+MAX_ENVIRON_BYTES = 256 << 10
+RANK_WORDS = frozenset({b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"SLURM_PROCID", b"SLURM_NTASKS",
+                        b"OMPI_COMM_WORLD_RANK", b"PMI_RANK"})  # fmt: skip
+_NUMBER = re.compile(rb"[0-9]{1,64}")
 
 
 class Mapping(NamedTuple):
@@ -117,6 +121,28 @@ def live_path(pid: int) -> str:
             if Path(f"{path}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX":
                 return path
     raise ProcessLookupError(f"process {pid} has ended")
+
+
+def rank_words(pid: int) -> dict[str, str]:
+    """What launchers say of a process's place, from its environment as it was at the exec; numbers only."""
+    try:
+        words = _read(pid, "environ", MAX_ENVIRON_BYTES).split(b"\0")
+    except OSError:
+        return {}
+    pairs = (word.partition(b"=") for word in words)
+    return {
+        name.decode(): number.decode()
+        for name, _, value in pairs
+        if name in RANK_WORDS and (number := value[:64]) and _NUMBER.fullmatch(number)
+    }
+
+
+def own_tid(pid: int, tid: int) -> int:
+    """The thread's number in its own pid namespace; the same one where that can't be read."""
+    try:
+        return int(_status(f"{pid}/task/{tid}")["NSpid"].split()[-1])
+    except (OSError, LookupError, ValueError):
+        return tid
 
 
 def is_leaderless(pid: int) -> bool:

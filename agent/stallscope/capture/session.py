@@ -1,4 +1,4 @@
-"""The capture loop: one thread, no locks, about a hundred looks a second.
+"""The capture loop: one thread, no locks, about a hundred looks a second, four ticks, one look at the slow things.
 
 Order inside a look matters: process events before mapping events (a child must be known before its libraries), and the
 counters last, so that they are never older than the records that were sent.
@@ -11,6 +11,7 @@ import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from stallscope.capture.carriers import Carriers
 from stallscope.capture.costs import Costs
@@ -28,6 +29,8 @@ from stallscope.capture.procfs import Mapping
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.seccomp import ReturnRule
 from stallscope.capture.sharing import LINKS_PER_FILE, Sharing
+from stallscope.capture.stacks import Stacks
+from stallscope.capture.suspicion import EARLY_NS, Suspicion
 from stallscope.capture.tables import Tables
 from stallscope.capture.target import Target
 from stallscope.capture.ways import NO_LIMIT, way_of
@@ -38,6 +41,7 @@ __all__ = ["Session", "Settings"]
 POLL_MS = 10
 BATCH_RECORDS = 8192
 ROUNDS = 16
+TICK_PERIOD_NS = 250_000_000
 SLOW_PERIOD_NS = 1_000_000_000
 INFLIGHT_MIN_NS = 100_000_000
 STANDSTILL_NS = 10_000_000_000
@@ -95,10 +99,13 @@ class Session:
         self._carriers = Carriers(self._linker, self._clock)
         self._inference = Inference(parser, self.tables.rows, outbox.send, self._clock)
         self._losses = Losses(self.tables.ctl.get, outbox.send)
+        self._stacks = Stacks(outbox.send, self._clock)
+        self._suspicion = Suspicion(self.tables, outbox.send, self._clock, self._stacks)
         self._costs = costs
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None
-        self._next_slow_ns = 0
+        self._next_tick_ns = self._next_slow_ns = self._next_early_ns = 0
+        self._told_flying = False
         self._mappings_read_ns = 0
         self._poller = select.epoll()
         self.stop_reason: str | None = None
@@ -126,7 +133,9 @@ class Session:
         for target in self.population.live():
             self._inference.search(target)
         self.look()  # what came while the stacks were searched
-        self._slow(self._clock(), told=False)
+        self._tick(self._clock(), told=False)
+        # Who attaches to a block is answered soon: calls that began before are looked for again at the next tick.
+        self._next_tick_ns = self._next_early_ns = self._clock() + EARLY_NS
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Loop until `stopping()`, the duration is over, every target has ended, or the aggregator is gone."""
@@ -148,7 +157,7 @@ class Session:
     def look(self) -> None:
         """One look at everything that may have news."""
         now = self._clock()
-        mark = self.tables.newest() if now >= self._next_slow_ns else None
+        mark = self.tables.newest() if now >= self._next_tick_ns else None
         self.outbox.flush()
         self._pump()
         # Before the news: a file is asked for a library inside it only when the library had time to come by its name.
@@ -157,22 +166,39 @@ class Session:
         self._losses.poll(now)
         self.population.bury()
         if mark is not None:
-            self._slow(now, told=self.tables.read_up_to(mark))
+            self._tick(now, told=self.tables.read_up_to(mark))
+        if self.outbox.bulk_ok:
+            self._suspicion.step()
 
-    def _slow(self, now: int, *, told: bool) -> None:
+    def _tick(self, now: int, *, told: bool) -> None:
         """`told`: whether every record made before `now` has been sent: only then may a tick say so."""
-        self._next_slow_ns = now + SLOW_PERIOD_NS
-        self.population.check()
+        self._next_tick_ns = now + TICK_PERIOD_NS
+        is_slow = now >= self._next_slow_ns
+        if is_slow:
+            self.population.check()
         if not self.outbox.bulk_ok:
             return  # a stalled aggregator: all of this comes again, and the queue must not grow without end
-        for target in self.population.live():
-            self._inference.check(target)
-            self._send_counts(target, now)
-        self._send_inflight(now, final=False)
-        self._losses.report(now)
-        self.outbox.send(Kind.COST, self._costs.measure(now))
+        if is_slow:
+            self._slow(now)
+        elif self._next_early_ns and now >= self._next_early_ns:
+            self._check_inferred()
+        flying = self._send_inflight(now, final=False)
+        self._suspicion.judge(now, flying, self.population.live())
         if told:
             self.outbox.send(Kind.TICK, {"at_ns": now})
+
+    def _slow(self, now: int) -> None:
+        self._next_slow_ns = now + SLOW_PERIOD_NS
+        self._check_inferred()
+        for target in self.population.live():
+            self._send_counts(target, now)
+        self._losses.report(now)
+        self.outbox.send(Kind.COST, self._costs.measure(now))
+
+    def _check_inferred(self) -> None:
+        self._next_early_ns = 0
+        for target in self.population.live():
+            self._inference.check(target)
 
     def _pump(self, *, force: bool = False) -> None:
         """Take what the rings hold, at most ROUNDS batches; with `force` all of it, however full the queue is."""
@@ -228,10 +254,12 @@ class Session:
     def _send_counts(self, target: Target, now: int) -> None:
         self.population.send_counts(target, now)
 
-    def _send_inflight(self, now: int, *, final: bool) -> None:
+    def _send_inflight(self, now: int, *, final: bool) -> list[Any]:
         rows = self.tables.inflight(0 if final else INFLIGHT_MIN_NS, now, self.population.proc_of_slot)
-        if rows or final:
+        if rows or final or self._told_flying:
             self.outbox.send(Kind.INFLIGHT, {"at_ns": now, "final": final, "rows": rows})
+        self._told_flying = bool(rows)
+        return rows
 
     def _wait_for_aggregator(self) -> None:
         """At the end nothing is lost for want of queue space, unless the aggregator stands still for long."""
@@ -278,6 +306,7 @@ class Session:
         """Give every descriptor back; safe to call at any point."""
         with contextlib.suppress(OSError):
             self.population.unlink_all()
+        self._stacks.close()
         close_all(list(self._tracepoints), [])
         self._tracepoints = []
         self._poller.close()

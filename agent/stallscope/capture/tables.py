@@ -14,22 +14,26 @@ from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
 from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
 from stallscope.errors import CaptureProblem
-from stallscope.wire.hook_table import HOOKS
+from stallscope.wire.hook_table import BY_NAME, HOOKS
 
 if TYPE_CHECKING:
     from stallscope.capture.session import Settings
 
-__all__ = ["BULK_BYTES", "VITAL_BYTES", "Tables"]
+__all__ = ["BULK_BYTES", "LEFT", "VITAL_BYTES", "Tables"]
 
 LIFE_BYTES = 1 << 18
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
+# What tells that an operation is done when nothing waits for it (torch records an event behind each and asks for it).
+TAP = ("cudaEventRecord", "cudaEventRecord_ptsz", "cudaEventRecordWithFlags", "cudaEventRecordWithFlags_ptsz",
+       "cudaEventQuery")  # fmt: skip
 _OFFSETS = {16: ("task_struct", "tgid"), 17: ("task_struct", "signal"), 18: ("signal_struct", "live"),
             19: ("task_struct", "exit_code"), 23: ("task_struct", "thread_pid"), 24: ("task_struct", "group_leader"),
             25: ("pid", "level"), 26: ("pid", "numbers")}  # fmt: skip
 _CONF_LONG_NS = 20
 _CONF_SHARED = 21
 _PROG_TEST_RUN = 10
-_LEFT = 64
+LEFT = 64
+MAX_AREAS = 128
 _LOOK_AFTER_NS = 100_000_000
 _ALL = 0xFFFFFFFF
 
@@ -60,6 +64,7 @@ class Tables:
         self.spans = Spans(maps["spans"])
         self.slots = Slots(maps["slots"])
         self.procs = ProcsMap(maps["procs"])
+        self._usual = threshold(settings.one_in)
         self._set_up(settings)
 
     def _set_up(self, settings: Settings) -> None:
@@ -75,7 +80,7 @@ class Tables:
             self.ctl.set(index, offset)
         self.ctl.set(_CONF_LONG_NS, settings.long_ns)
         for hook in HOOKS:
-            self.conf.set(hook.id, threshold(settings.one_in) if hook.kind in SAMPLED_KINDS else _ALL)
+            self.conf.set(hook.id, self._usual if hook.kind in SAMPLED_KINDS else _ALL)
 
     def find_namespace(self, who_am_i: int) -> None:
         """Let BPF number processes as this process's pid namespace does. Raises OSError.
@@ -91,6 +96,11 @@ class Tables:
     def share(self, file_number: int) -> None:
         """From now on the unfiltered link of this file counts (native/wire.h, WIRE_CONF_SHARED)."""
         self.ctl.set(_CONF_SHARED, self.ctl.get(_CONF_SHARED) | 1 << file_number)
+
+    def open_tap(self, on: bool) -> None:
+        """Record every call that tells of completion, or as many as of other calls again."""
+        for name in TAP:
+            self.conf.set(BY_NAME[name].id, _ALL if on else self._usual)
 
     def newest(self) -> tuple[int, int]:
         """Positions in vital and bulk ring before which every record written so far lies."""
@@ -108,7 +118,7 @@ class Tables:
             proc = proc_of_slot(row.slot)
             left = self._left(row, now_ns)
             frames: list[list[Any]] = [
-                [f.hook, f.ts_ns, f.n, f.flags | (_LEFT if gone else 0), list(f.a)]
+                [f.hook, f.ts_ns, f.n, f.flags | (LEFT if gone else 0), list(f.a)]
                 for f, gone in zip(row.frames, left, strict=True)
             ]
             if proc is not None and frames and now_ns - frames[0][1] >= min_age_ns:
@@ -128,7 +138,11 @@ class Tables:
             area = self._areas.get(row.tgid)
             if area and all(area[0] <= word < area[1] for word in words):
                 return [False] * len(words)
-            self._areas = {row.tgid: found} if (found := probe_area(row.tgid)) else {}
+            self._areas.pop(row.tgid, None)
+            if len(self._areas) >= MAX_AREAS:
+                self._areas.clear()
+            if found := probe_area(row.tgid):
+                self._areas[row.tgid] = found
         return [bool(word and area and not area[0] <= word < area[1]) for word in words]
 
     def close(self) -> None:

@@ -132,7 +132,8 @@ class Target:
     """A process under observation; `proc` is its key in the report, `slot` its index in the BPF tables.
 
     `silent`: path of each file with a runtime that has no symbols, until it was told. `twins`: files that are linked
-    already under another key.
+    already under another key. `counted_ns`: when its counters were last seen to have changed, polling for events left
+    out. `used_nccl`: whether it called NCCL while it was traced.
     """
 
     proc: int
@@ -149,6 +150,8 @@ class Target:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     inferred: list[InferredCall] = field(default_factory=list)
     late_notes: list[str] = field(default_factory=list)
+    counted_ns: int = 0
+    used_nccl: bool = False
     ended: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""Gives up every privilege of this process for good: what the parser and the aggregator do first."""
+"""Gives up privileges of this process for good: all of them, as parser and aggregator do first, or all but a few."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import ctypes
 import os
 import resource
 import struct
+from collections.abc import Iterable
 
-__all__ = ["PrivilegeDropError", "drop_privileges"]
+__all__ = ["PrivilegeDropError", "drop_privileges", "keep_capabilities"]
 
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 4, 24, 38, 47
-PR_CAP_AMBIENT_CLEAR_ALL = 4
+PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -49,6 +50,32 @@ def drop_privileges(
     _prctl(libc, PR_SET_NO_NEW_PRIVS, 1)
     _prctl(libc, PR_SET_DUMPABLE, 0)
     _verify(libc, uid, gid)
+
+
+def keep_capabilities(kept: Iterable[int]) -> None:
+    """Hold no other capabilities than those of `kept` that are held now, also after an exec; the user stays.
+
+    Raises:
+        PrivilegeDropError: the kernel refused a step.
+    """
+    wanted = sum(1 << capability for capability in kept)
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = ctypes.create_string_buffer(struct.pack("<Ii", CAPABILITY_VERSION_3, 0), 8)
+    data = ctypes.create_string_buffer(24)
+    if libc.capget(header, data) != 0:
+        raise PrivilegeDropError(f"capget failed: {os.strerror(ctypes.get_errno())}")
+    words = struct.unpack("<6I", data.raw)  # effective, permitted, inheritable: lower half, then the upper half
+    held = (words[1] | words[4] << 32) & wanted
+    for capability in range(64):
+        if not held >> capability & 1:
+            libc.prctl(PR_CAPBSET_DROP, *(ctypes.c_ulong(a) for a in (capability, 0, 0, 0)))
+    low, high = held & 0xFFFFFFFF, held >> 32
+    if libc.capset(header, ctypes.create_string_buffer(struct.pack("<6I", *[low] * 3, *[high] * 3), 24)) != 0:
+        raise PrivilegeDropError(f"capset failed: {os.strerror(ctypes.get_errno())}")
+    for capability in kept:
+        # A user who is not root keeps nothing over an exec but this set; a capability that is not held is refused.
+        libc.prctl(PR_CAP_AMBIENT, *(ctypes.c_ulong(a) for a in (PR_CAP_AMBIENT_RAISE, capability, 0, 0)))
+    _prctl(libc, PR_SET_NO_NEW_PRIVS, 1)
 
 
 def _prctl(libc: ctypes.CDLL, option: int, argument: int) -> None:
