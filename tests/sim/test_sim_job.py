@@ -72,7 +72,8 @@ def waits(pid: int) -> bool:
 
 @pytest.mark.parametrize(("fault", "ranks", "ahead"), HANGS, ids=[f"{f}-{r}-{a}" for f, r, a in HANGS])
 def test_a_fault_blocks_whom_the_truth_says(tmp_path: Path, fault: str, ranks: int, ahead: int) -> None:
-    truth = job(tmp_path, f"--fault={fault}", f"--ranks={ranks}", f"--ahead={ahead}", "--duration=2")
+    at = "," if ":" in fault else ":"  # early: a busy machine makes few steps in the time
+    truth = job(tmp_path, f"--fault={fault}{at}step=8", f"--ranks={ranks}", f"--ahead={ahead}", "--duration=2")
     plan, seen = truth["fault"], truth["seen"]
     assert plan["happened"] and plan["hangs"] and truth["ended_by_launcher"]
     assert seen["blocked"] == plan["must_block"], seen
@@ -125,6 +126,38 @@ def test_healthy_ranks_end_alike(tmp_path: Path, options: tuple[str, ...]) -> No
     assert len(steps) == 1 and min(steps) > 3, truth["ranks"]
     assert truth["fault"] is None and not truth["ended_by_launcher"]
     assert all(rank["ended"] for rank in truth["ranks"])
+
+
+def test_a_checkpoint_is_written_bit_by_bit(tmp_path: Path) -> None:
+    """A file that grows while rank 0 holds it open, as whoever looks from outside sees it."""
+    options = ("--ranks=2", "--checkpoint-every=0.3", "--checkpoint-write=1", "--duration=3", "--steps=100000")
+    process = subprocess.Popen(command(tmp_path / "truth.json", *options), env=ENVIRONMENT)
+    sizes: dict[str, set[int]] = {}
+    while process.poll() is None:
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            for path in Path(f"/proc/{child}/fd").glob("*"):
+                try:
+                    if os.readlink(path).endswith(".pt"):
+                        sizes.setdefault(Path(os.readlink(path)).name, set()).add(path.stat().st_size)
+                except OSError:
+                    continue
+        time.sleep(0.05)
+    truth = json.loads((tmp_path / "truth.json").read_text())
+    assert truth["ranks"][0]["checkpoints"] >= 1 and truth["ranks"][1]["checkpoints"] == 0
+    assert len(sizes["checkpoint-000.pt"]) > 3 and max(sizes["checkpoint-000.pt"]) <= 4 << 20
+
+
+def test_warm_up_and_short_batch_change_lengths_only(tmp_path: Path) -> None:
+    """The last rank's first steps are longer, and all end alike; hosts in step wait for the flag and for the loss."""
+    start_s = time.monotonic()
+    warm = job(tmp_path, "--ranks=4", "--warm-up=2", "--uneven", "--steps=6", "--duration=30")
+    warm_s = time.monotonic() - start_s
+    usual = job(tmp_path, "--ranks=4", "--steps=6", "--duration=30")
+    assert warm_s - (time.monotonic() - start_s - warm_s) > 1.0
+    for truth in (warm, usual):
+        assert [rank["steps"] for rank in truth["ranks"]] == [6] * 4
+        assert {rank["calls"]["cudaStreamSynchronize"] for rank in truth["ranks"]} == {12}
+        assert {rank["calls"]["cudaLaunchKernel"] for rank in truth["ranks"]} == {6 * 24}
 
 
 def test_communicators_have_ids_or_parents(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ HELLO      version, start_mono_ns, start_unix_ns, host, kernel, backend ("bcc" o
            limits {name: n}
 PROCESS    proc, pid, ns_pid or nil, ppid, parent (proc) or nil, name, cmdline [..], container_id or nil, start_ns,
            at_ns, env {NAME: value}: RANK and its like, as they were at the exec
-IMAGE      proc, at_ns, name, cmdline [..]: the process execed
+IMAGE      proc, at_ns, name, cmdline [..], env as in PROCESS: the process execed
 EXIT       proc, at_ns, code or nil, signal or nil
 LINK       proc, library, path, build_id or nil, hooks [id..], at_ns, appeared_ns, method, missing [name..],
            untimed: only entries are probed
@@ -44,10 +44,10 @@ LOST       at_ns, places {name: n}: cumulative
 NOTE       at_ns, proc or nil, text
 TICK       at_ns: every earlier event of this capture has been sent
 SUSPECT    at_ns, since_ns, on: capture's local rule: something has been in flight since then for over 1 s. While it is
-           on, HOST and STACK frames come, and the completion tap is armed
+           on, HOST and STACK frames come, and the completion tap is open; after the off come the last HOST frames
 HOST       at_ns, proc, calls: entries into hooks so far, over its threads, threads [[tid, name, state, syscall or nil,
-           wchan or nil, file or nil, cpu_ns]..]: state as in /proc/PID/stat, the main thread first, writing nil or
-           [path, bytes since the last look]
+           wchan or nil, file or nil, cpu_ns]..]: at most 16, the main thread first, state as in /proc/PID/stat;
+           writing nil or [path, bytes since the last look]
 STACK      at_ns, proc, tid, by, frames [[file or nil, line or nil, function, "python" or "native"]..] innermost first,
            why nil or why there is none
 COMM       at_ns, proc, pointer, by "table", "dwarf", "code" or nil (no offsets known), rank_at: offset of the rank,

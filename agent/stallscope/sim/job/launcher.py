@@ -17,7 +17,7 @@ from typing import Any
 from stallscope.sim.job.board import Board, Place
 from stallscope.sim.job.cuda import JobError, library_folder
 from stallscope.sim.job.inject import fault_file_line
-from stallscope.sim.job.options import PASSED_ON
+from stallscope.sim.job.options import PASSED_ON, SWITCHES
 from stallscope.sim.job.truth import job_truth
 
 LOOK_S = 0.05
@@ -46,6 +46,10 @@ class Watch:
         if quiet_s >= self._longest_s and all(place.pid for place in places):
             self._longest_s, self.seen = quiet_s, self._describe(places, alive)
         return quiet_s
+
+    def keep(self, alive: list[bool]) -> None:
+        """What is there now is what stays: nothing will move any more."""
+        self.seen = self._describe([self._board.read(rank) for rank in range(self._ranks)], alive)
 
     def _describe(self, places: list[Place], alive: list[bool]) -> dict[str, Any]:
         waits = [place.api not in NOT_WAITING for place in places]
@@ -79,6 +83,7 @@ class Job:
         if self.args.plan:
             values["fault"] = self.args.plan.text()
         options = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+        options += [f"--{name}" for name in SWITCHES if getattr(self.args, name)]
         return [sys.executable, "-m", "stallscope.sim.job", *options]
 
     def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
@@ -94,12 +99,13 @@ class Job:
 
     def run(self) -> None:
         """Until all ranks ended, or nothing moved any more when the time is up."""
-        patience_s = 1.0 + self.args.checkpoint_write
+        patience_s = 1.0 + self.args.checkpoint_write + self.args.warm_up
         while any(alive := [process.poll() is None for process in self.ranks]):
             quiet_s = self.watch.look(alive)
             self._check()
             if time.monotonic_ns() >= self.until_ns and quiet_s >= patience_s:
                 self.killed = True
+                self.watch.keep(alive)
                 return
             time.sleep(LOOK_S)
         self._check()

@@ -17,7 +17,9 @@ PASSED_ON = (
     "checkpoint_write",
     "load_time",
     "loaders",
+    "warm_up",
 )
+SWITCHES = ("uneven",)  # passed on, too
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slowness", type=float, default=1.6, help="how many times longer its kernels take")
     parser.add_argument("--checkpoint-every", type=float, default=3.0, help="seconds; rank 0 writes")
     parser.add_argument("--checkpoint-write", type=float, default=0.0, help="seconds that writing takes at least")
+    parser.add_argument(
+        "--warm-up", type=float, default=0.0, help="seconds that the last rank's first steps take longer (lazy init)"
+    )
+    parser.add_argument("--uneven", action="store_true", help="the last batch of the last data parallel ranks is short")
     parser.add_argument(
         "--load-time", type=float, default=0.0, help="seconds a rank takes after it loaded the libraries"
     )
@@ -67,8 +73,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--duration, --slowness and --checkpoint-every must be greater than 0")
     if min(1 if size is None else size for size in (args.ranks, args.tp, args.pp, args.dp)) < 1:
         parser.error("--ranks, --tp, --pp and --dp must be greater than 0")
-    if min(args.ahead, args.steps, args.checkpoint_write, args.load_time, args.loaders) < 0:
-        parser.error("--ahead, --steps, --checkpoint-write, --load-time and --loaders must not be negative")
+    if min(args.ahead, args.steps, args.checkpoint_write, args.load_time, args.loaders, args.warm_up) < 0:
+        parser.error("--ahead, --steps, --checkpoint-write, --load-time, --loaders and --warm-up must not be negative")
     try:
         plan = parse_fault(args.fault) if args.fault else None
         args.layout = _layout(args, plan is not None and plan.kind == "send-send")

@@ -44,7 +44,12 @@ class Mark:
     kind: str
 
 
-Item = Launch | Call | Transfer | Mark
+@dataclass(frozen=True)
+class Flag:
+    """A host in step reads a value from the device, as ``isnan(loss)`` does, and waits for all before it."""
+
+
+Item = Launch | Call | Transfer | Mark | Flag
 ALL_REDUCE = Call(TENSOR, "ncclAllReduce", 32768)
 GRADIENTS = (Call(DATA, "ncclReduceScatter", 16384), Call(DATA, "ncclAllReduce", 65536))
 NORM = Call(WORLD, "ncclAllReduce", 1)
@@ -61,7 +66,7 @@ def schedule(layout: Layout, rank: int) -> list[Item]:
     stage = layout.place(rank)[2]
     items: list[Item] = _pass("forward_gemm", 8, stage - 1, stage + 1)
     items += _pass("backward_gemm", 12, stage + 1, stage - 1)
-    items += [*GRADIENTS, Launch("adam_step", 4), NORM]
+    items += [Flag(), *GRADIENTS, Launch("adam_step", 4), NORM]
     return [item for item in items if _is_possible(item, layout)]
 
 

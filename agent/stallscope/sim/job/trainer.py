@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 from stallscope.sim.job.communicators import Communicator, Maker
 from stallscope.sim.job.cuda import Dim3, Runtime
 from stallscope.sim.job.inject import Injector
-from stallscope.sim.job.layout import Layout
+from stallscope.sim.job.layout import DATA, Layout
 from stallscope.sim.job.loader import Loaders
-from stallscope.sim.job.schedule import ACTIVATIONS, FLOAT32, Call, Item, Launch, Transfer, schedule
+from stallscope.sim.job.schedule import ACTIVATIONS, FLOAT32, Call, Flag, Item, Launch, Mark, Transfer, schedule
 
 BATCH_BYTES = 256 * 1024
 WEIGHT_BYTES = 4 * 1024 * 1024
@@ -24,6 +23,9 @@ KERNEL_NS = 300_000
 SUM = 0
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 LEAST_OPERATIONS = 24  # of a step
+WARM_UP_STEPS = 3
+SHORT_BATCH = 1 / 3
+CHUNK_S = 0.05
 STREAM_NON_BLOCKING, EVENT_WITHOUT_TIMING = 1, 2
 
 
@@ -79,14 +81,24 @@ class Trainer:
         self.kernel_ns = int(KERNEL_NS * slowness)
         self.in_step = args.ahead == 0
         self.checkpoint_every_s, self.checkpoint_write_s = args.checkpoint_every, args.checkpoint_write
+        self.folder = Path(args.folder)
         self.random = random.Random(args.seed * 1000 + self.rank)  # noqa: S311
         self.steps = self.checkpoints = 0
         self.schedule = schedule(self.layout, self.rank)
+        self.lazy_ns = self._lazy_ns(args.warm_up)
+        has_short_batch = args.uneven and self.layout.place(self.rank)[1] == self.layout.size(DATA) - 1
+        self.last_share = SHORT_BATCH if has_short_batch else 1.0
+        self.given_steps = int(args.steps)
         self.device = Device(runtime, self.rank)
         self.throttle = Throttle(runtime, self.device.stream, args.ahead)
         self.host_batch = self._host_batch()
         self.host_weights = ctypes.create_string_buffer(WEIGHT_BYTES)
-        self.communicators = self._communicators(Path(args.folder))
+        self.communicators = self._communicators(self.folder)
+
+    def _lazy_ns(self, warm_up_s: float) -> int:
+        """By how much each kernel of the first steps is longer: what the last rank does not find ready yet."""
+        kernels = sum(item.times for item in self.schedule if isinstance(item, Launch))
+        return int(warm_up_s * 1e9 / (WARM_UP_STEPS * kernels)) if self.rank == self.layout.ranks - 1 else 0
 
     def _host_batch(self) -> ctypes.c_void_p:
         """Pageable where the host waits anyway, else pinned."""
@@ -104,12 +116,19 @@ class Trainer:
     def launch(self, kernel: str, times: int) -> None:
         grid, block, none = Dim3(64, 1, 1), Dim3(256, 1, 1), ctypes.c_size_t(0)
         for _ in range(times):
-            usual_ns = int(self.kernel_ns * self.random.uniform(0.9, 1.1))
+            usual_ns = self._kernel_ns()
             length_ns = self.injector.next_kernel_ns(self.steps, usual_ns)
             self.runtime.library.stallscope_sim_set_next_kernel_ns(ctypes.c_uint64(length_ns))
             function = self.device.functions[kernel]
             self.runtime.call("cudaLaunchKernel", function, grid, block, None, none, self.device.stream)
             self.throttle.issued()
+
+    def _kernel_ns(self) -> int:
+        length_ns = self.kernel_ns * self.random.uniform(0.9, 1.1)
+        if self.steps < WARM_UP_STEPS:
+            length_ns += self.lazy_ns
+        last = self.runtime.slot.board.last_step or self.given_steps
+        return int(length_ns * (self.last_share if self.steps + 1 == last else 1.0))
 
     def collective(self, call: Call) -> None:
         communicator = self.communicators[call.kind]
@@ -139,8 +158,15 @@ class Trainer:
             self.collective(item)
         elif isinstance(item, Transfer):
             self.transfer(item)
-        else:
+        elif isinstance(item, Flag):
+            self.read_flag()
+        elif isinstance(item, Mark):
             self.injector.mark(self.steps, self.communicators[item.kind])
+
+    def read_flag(self) -> None:
+        """What ``isnan(loss)`` before the exchange of gradients does; hosts that run ahead don't ask."""
+        if self.in_step:
+            self.loss_item()
 
     def loss_item(self) -> None:
         """What ``loss.item()`` does: a small copy to pageable memory, which waits, and a synchronize."""
@@ -150,16 +176,23 @@ class Trainer:
         self.runtime.wait("cudaStreamSynchronize", self.device.stream)
 
     def save_checkpoint(self) -> None:
-        start_s = time.monotonic()
         self.runtime.wait("cudaDeviceSynchronize")
         size = ctypes.c_size_t(WEIGHT_BYTES)
         self.runtime.wait("cudaMemcpy", self.host_weights, self.device.weights, size, DEVICE_TO_HOST)
-        with tempfile.TemporaryFile() as file:
-            file.write(self.host_weights.raw)
-            file.flush()
-            os.fsync(file.fileno())
-        time.sleep(max(0.0, start_s + self.checkpoint_write_s - time.monotonic()))
+        self._write_checkpoint(self.folder / f"checkpoint-{self.checkpoints:03}.pt")
         self.checkpoints += 1
+
+    def _write_checkpoint(self, path: Path) -> None:
+        """Piece by piece over the time that it is to take, as a slow disk does; only the newest one is kept."""
+        pieces = max(1, int(self.checkpoint_write_s / CHUNK_S))
+        size = -(-WEIGHT_BYTES // pieces)
+        weights = memoryview(self.host_weights)
+        with path.open("wb", buffering=0) as file:
+            for start in range(0, WEIGHT_BYTES, size):
+                file.write(weights[start : start + size])
+                time.sleep(self.checkpoint_write_s / pieces)
+            os.fsync(file.fileno())
+        (self.folder / f"checkpoint-{self.checkpoints - 1:03}.pt").unlink(missing_ok=True)
 
     def step(self) -> None:
         self.load_batch()
