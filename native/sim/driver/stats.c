@@ -1,7 +1,9 @@
 /* The process's page of figures for the simulated NVML (include/sim_stats.h). */
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "engine.h"
@@ -11,9 +13,20 @@ static struct sim_stats nowhere; /* until the first cuInit, and where no file ca
 static struct sim_stats *page = &nowhere;
 static int page_fd = -1;
 
+/* In the folder STALLSCOPE_SIM_STATS, for readers who may not look at this process's descriptors, else without a name. */
+static int new_file(void) {
+  const char *folder = getenv("STALLSCOPE_SIM_STATS");
+  if (!folder || !*folder) return memfd_create(SIM_STATS_NAME, MFD_CLOEXEC);
+  char path[SIM_STATS_PATH_BYTES];
+  snprintf(path, sizeof(path), "%s/%d", folder, (int)getpid());
+  int fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd >= 0) (void)fchmod(fd, 0644); /* whatever the umask */
+  return fd;
+}
+
 void sim_stats_open(void) {
   if (page != &nowhere) return;
-  int fd = memfd_create(SIM_STATS_NAME, MFD_CLOEXEC);
+  int fd = new_file();
   if (fd < 0) return;
   void *memory = MAP_FAILED;
   if (ftruncate(fd, sizeof(*page)) == 0) memory = mmap(NULL, sizeof(*page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

@@ -2,6 +2,8 @@
  *
  * Each process holds one of these in an anonymous file (memfd) named SIM_STATS_NAME, which a reader finds among the
  * process's descriptors. It is gone with the process, however that ends. All times are CLOCK_MONOTONIC.
+ * Where STALLSCOPE_SIM_STATS names a folder, the file lies there, under the process's number and readable for all; the
+ * folder's owner takes it away.
  */
 #ifndef SIM_STATS_H
 #define SIM_STATS_H
@@ -10,7 +12,7 @@
 #include <stdint.h>
 
 #define SIM_STATS_NAME "stallscope-sim-stats"
-enum { SIM_STATS_MAGIC = 0x53545453, SIM_STATS_VERSION = 1, SIM_STATS_DEVICES = 16 };
+enum { SIM_STATS_MAGIC = 0x53545453, SIM_STATS_VERSION = 1, SIM_STATS_DEVICES = 16, SIM_STATS_PATH_BYTES = 4096 };
 
 /* Kernels and copies have a known place in time: `worked_ns` is the length of all of them, what overlaps counted once,
  * up to `worked_until_ns`, which may lie ahead. What stands still in a stream until another rank comes has no known

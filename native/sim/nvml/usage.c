@@ -1,8 +1,10 @@
-/* Finds the pages that the simulated driver writes (include/sim_stats.h) in every process that lets us look, and adds
- * them up: no process has to be told, and nothing is left behind when one is killed. */
+/* Finds the pages that the simulated driver writes (include/sim_stats.h) in every process that lets us look, or in the
+ * folder STALLSCOPE_SIM_STATS, and adds them up. */
 #include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -66,6 +68,15 @@ static void scan_process(int pid) {
   if (fds) closedir(fds);
 }
 
+/* A page in a folder stays behind when its process is killed. */
+static void scan_file(const char *folder, int pid) {
+  char path[SIM_STATS_PATH_BYTES];
+  if (page_count >= NVML_MAX_PROCESSES || (kill(pid, 0) != 0 && errno != EPERM)) return;
+  snprintf(path, sizeof(path), "%s/%d", folder, pid);
+  const struct sim_stats *page = map_page(path, pid);
+  if (page) pages[page_count++] = page;
+}
+
 /* With the lock held. */
 static void scan(void) {
   uint64_t at_ns = now_ns();
@@ -73,10 +84,15 @@ static void scan(void) {
   scanned_ns = at_ns;
   for (int i = 0; i < page_count; i++) munmap((void *)(uintptr_t)pages[i], sizeof(*pages[i]));
   page_count = 0;
-  DIR *processes = opendir("/proc");
+  const char *folder = getenv("STALLSCOPE_SIM_STATS");
+  bool named = folder && *folder;
+  DIR *processes = opendir(named ? folder : "/proc");
   struct dirent *entry;
-  while (processes && (entry = readdir(processes)))
-    if (entry->d_name[0] >= '1' && entry->d_name[0] <= '9') scan_process(atoi(entry->d_name));
+  while (processes && (entry = readdir(processes))) {
+    int pid = atoi(entry->d_name);
+    if (pid > 0 && named) scan_file(folder, pid);
+    if (pid > 0 && !named) scan_process(pid);
+  }
   if (processes) closedir(processes);
 }
 
