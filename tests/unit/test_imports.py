@@ -13,6 +13,7 @@ ALLOWED = {
     "paths": set(),
     "wire": {"wire", "errors"},
     "parser": {"parser", "wire", "errors"},
+    "poller": {"poller", "wire", "errors"},
     "capture": {"capture", "wire", "errors", "paths"},
     "aggregate": {"aggregate", "wire", "errors"},
     "diagnose": {"diagnose", "aggregate", "wire", "errors"},
@@ -72,6 +73,12 @@ def test_nothing_that_runs_data(path: Path) -> None:
 def test_state_reads_no_clock(path: Path) -> None:
     """Replay is exact only when nothing but frames goes in."""
     assert not {name.split(".")[0] for name in imported(path)} & CLOCKS
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if area(p) != "poller"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_poller_loads_nvml(path: Path) -> None:
+    """It may hang, and is a driver's code in the process."""
+    assert "pynvml" not in {name.split(".")[0] for name in imported(path)}
 
 
 def test_files_stay_small() -> None:

@@ -29,6 +29,9 @@ LIMITS = {
     "signatures": 8192,
     "looks at hosts": 4096,
     "stacks": 256,
+    "gpus": 64,
+    "witnesses": 64,
+    "notes on GPUs": 16,
 }
 
 

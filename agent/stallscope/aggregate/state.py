@@ -27,6 +27,7 @@ from stallscope.aggregate.hosts import Hosts
 from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.operations import Operations
 from stallscope.aggregate.process import Link, Process, Processes
+from stallscope.aggregate.witnesses import Witnesses
 from stallscope.wire.columns import REC, UID_REC
 from stallscope.wire.frames import Body, Frame, Kind
 from stallscope.wire.recording import Ending
@@ -99,6 +100,7 @@ class State:
         self.flight = Flight(self.overflow)
         self.hosts = Hosts(self.overflow)
         self.ticked_ns = 0
+        self.witnesses = Witnesses(self.overflow)
         self._begin(Hooks([]))
         self._take: dict[int, Callable[[Body], None]] = {
             Kind.PROCESS: self.processes.add,
@@ -119,6 +121,8 @@ class State:
             Kind.STACK: self.hosts.stack,
             Kind.SUSPECT: self.hosts.suspect,
             Kind.COST: self._cost,
+            Kind.GPU: self.witnesses.look,
+            Kind.WITNESS: self.witnesses.add,
             Kind.BYE: self._bye,
         }
 

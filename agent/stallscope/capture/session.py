@@ -16,6 +16,7 @@ from typing import Any
 from stallscope.capture.carriers import Carriers
 from stallscope.capture.costs import Costs
 from stallscope.capture.discovery import Discovery, Lost, Mapped
+from stallscope.capture.forward import Poller
 from stallscope.capture.gaps import Losses
 from stallscope.capture.inference import Inference
 from stallscope.capture.libmatch import WANTED
@@ -73,6 +74,8 @@ class Settings:
 
 class Session:
     """Links, loops, unlinks. Use `start`, then `run`, then `finish`, and always `close`."""
+
+    poller: Poller | None = None
 
     def __init__(self, settings: Settings, loaded: Loaded, outbox: Outbox, parser: ParserClient, costs: Costs) -> None:
         self.settings = settings
@@ -165,6 +168,8 @@ class Session:
         self._read_mappings()
         self._losses.poll(now)
         self.population.bury()
+        if self.poller is not None:
+            self.poller.forward(self.outbox, now)
         if mark is not None:
             self._tick(now, told=self.tables.read_up_to(mark))
         if self.outbox.bulk_ok:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stallscope import __version__
 from stallscope.cli.arguments import pid_number
@@ -22,6 +22,9 @@ from stallscope.cli.caller import Caller, caller
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, StallscopeError
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import HOOKS
+
+if TYPE_CHECKING:
+    from stallscope.capture.forward import StandIn
 
 __all__ = ["add_parser", "run"]
 
@@ -118,10 +121,14 @@ class Aggregator:
 class Attach:
     """One run of the command."""
 
-    def __init__(self, args: argparse.Namespace, who: Caller, on_attached: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, args: argparse.Namespace, who: Caller, on_attached: Callable[[], None] | None = None,
+        nvml: StandIn | None = None,
+    ) -> None:  # fmt: skip
         self.args = args
         self.who = who
         self._on_attached = on_attached
+        self._nvml = nvml
         self._attached = self._stop = False
 
     def _signal(self, _number: int, _frame: object) -> None:
@@ -168,6 +175,7 @@ class Attach:
 
     def _capture(self, aggregator: Aggregator) -> StallscopeError | None:
         from stallscope.capture.costs import Costs
+        from stallscope.capture.forward import Poller
         from stallscope.capture.linkstyle import Style, best_style
         from stallscope.capture.loader import load
         from stallscope.capture.outbox import Outbox
@@ -178,16 +186,19 @@ class Attach:
         args = self.args
         settings = Settings(args.pids, not args.no_children, args.sample, duration_s=args.duration)
         settings.links_per_file, settings.kernel_release = args.links_per_file, args.as_on_kernel
-        with contextlib.closing(ParserClient()) as parser:
+        with contextlib.closing(ParserClient()) as parser, contextlib.closing(Poller()) as poller:
             parser.start(self.who.drop_uid, self.who.drop_gid)
+            poller.start(self.who.drop_uid, self.who.drop_gid, self._nvml)
             style = best_style() if args.links == "auto" else Style(args.links)
             loaded = load(args.backend, bulk_bytes=BULK_BYTES, vital_bytes=VITAL_BYTES, style=style)
             outbox = Outbox(aggregator.socket)
-            costs = Costs({"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid})
+            ours = {"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid}
+            costs = Costs({**ours, "poller": poller.pid or 0})
             outbox.send(Kind.HELLO, hello(settings, loaded.backend))
             for note in loaded.notes:
                 outbox.send(Kind.NOTE, {"at_ns": time.monotonic_ns(), "proc": None, "text": note})
             session = Session(settings, loaded, outbox, parser, costs)
+            session.poller = poller
             try:
                 if self._stop:
                     raise KeyboardInterrupt

@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
+from stallscope.capture.forward import StandIn
 from stallscope.cli import attach
 from stallscope.cli.attach import Attach, seconds
 from stallscope.cli.caller import caller
@@ -53,11 +55,19 @@ def run(args: argparse.Namespace) -> int:
         )
     command = _job_command(args)
     print(f"demo: {args.ranks} simulated ranks for {args.duration:g} s", file=sys.stderr)
-    environment = dict(os.environ, STALLSCOPE_SIM_LIB=str(SIM_LIB))
-    _check(command, environment)
+    with tempfile.TemporaryDirectory(prefix="stallscope-demo-", ignore_cleanup_errors=True) as figures:
+        os.chmod(figures, 0o755)  # noqa: S103 - the poller is another user
+        environment = {"STALLSCOPE_SIM_DEVICES": str(args.ranks), **os.environ, "STALLSCOPE_SIM_STATS": figures}
+        environment["STALLSCOPE_SIM_LIB"] = str(SIM_LIB)
+        _check(command, environment)
+        return _run(args, command, environment)
+
+
+def _run(args: argparse.Namespace, command: list[str], environment: dict[str, str]) -> int:
     job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, start_new_session=True)
+    settings = {name: value for name, value in environment.items() if name.startswith("STALLSCOPE_SIM_")}
     try:
-        return _attach(args, job)
+        return _attach(args, job, StandIn(SIM_LIB / "libnvidia-ml.so.1", settings))
     finally:
         job.terminate()  # the launcher ends its ranks and writes the truth
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -87,7 +97,7 @@ def _check(command: list[str], environment: dict[str, str]) -> None:
         )
 
 
-def _attach(args: argparse.Namespace, job: subprocess.Popen[bytes]) -> int:
+def _attach(args: argparse.Namespace, job: subprocess.Popen[bytes], nvml: StandIn) -> int:
     def go() -> None:
         assert job.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -97,4 +107,4 @@ def _attach(args: argparse.Namespace, job: subprocess.Popen[bytes]) -> int:
     parser = argparse.ArgumentParser()
     attach.add_parser(parser.add_subparsers())
     wanted = parser.parse_args(["attach", str(job.pid), *(["--json"] if args.json else [])])
-    return Attach(wanted, caller(), on_attached=go).run()
+    return Attach(wanted, caller(), on_attached=go, nvml=nvml).run()

@@ -96,6 +96,10 @@ def _state_of_things() -> Iterator[tuple[Kind, dict[str, Any]]]:
     yield Kind.LOST, {"at_ns": 400, "places": {NAME: 1}}
     yield Kind.NOTE, {"at_ns": 400, "proc": 1, "text": NAME}
     yield Kind.TICK, {"at_ns": 400}
+    devices: list[list[Any]] = [[n, NAME, *[n] * 6, 0x3FF, [n]] for n in (1, 2)] + [[3, *[None] * 8, []]]
+    yield Kind.GPU, {"at_ns": 400, "note": NAME, "devices": devices}
+    for pids in ([1], [1, 3], [3]):
+        yield Kind.WITNESS, {"at_ns": 400, "source": "ras", "says": f"{NAME}\n{NAME}", "detail": {"pids": pids}}
     yield Kind.COST, {"at_ns": 400, "cpu_ns": 1, "rss_bytes": 1, "processes": {"capture": [1, 1]}}
     yield Kind.IMAGE, {"proc": 2, "at_ns": 400, "name": f"{NAME} 2", "cmdline": []}
     yield Kind.EXIT, {"proc": 2, "at_ns": 500, "code": None, "signal": SIGKILL}

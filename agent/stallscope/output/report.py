@@ -14,6 +14,7 @@ from stallscope.diagnose.hidden import hidden
 from stallscope.diagnose.stalls import Stall, stalls
 from stallscope.output.calls import call_rows
 from stallscope.output.flight import flight_rows
+from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.rows import Row, bound, since
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
@@ -42,11 +43,11 @@ def build_report(state: State) -> Row:
         "stalls": [_stall(state, accounting, s) for s in stalls(state)],
         "episodes": [],
         "incidents": [],
-        "witnesses": [],
+        "witnesses": witness_rows(state),
         "startup": [],
         "steps": None,
         "workers": [],
-        "gpu": [],
+        "gpu": gpu_rows(state),
     }
 
 
@@ -89,7 +90,7 @@ def _gap(state: State, gap: Any) -> Row:
 
 def _notes(state: State, accounting: Accounting) -> list[str]:
     told = [f"{_named(state, proc)}{text}" for proc, text in state.notes]
-    notes = [*told, *hidden(state), *accounting.notes, *state.overflow.notes()]
+    notes = [*told, *hidden(state), *accounting.notes, *state.overflow.notes(), *state.witnesses.notes]
     if state.unknown_kinds:
         notes.append(f"{state.unknown_kinds} frames of a kind that this version does not know were skipped")
     if state.processes.unknown_frames:

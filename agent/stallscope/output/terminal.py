@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stallscope.output.gpu import gpu_lines
 from stallscope.output.header import counted, ends, subject, traced
 from stallscope.output.remarks import remarks
 from stallscope.output.rows import Row
@@ -41,7 +42,7 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
-    for section in (_header, _flight, _waits, _enqueues, _communicators, _errors, _remarks):
+    for section in (_header, _flight, _waits, _enqueues, _communicators, _others, _errors, _remarks):
         section(report, page)
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
     return text
@@ -256,6 +257,15 @@ def _outcome(comm: Row) -> str:
     if status is None:
         return "abandoned" if all(m["abandoned"] for m in comm["members"]) else "under way"
     return {0: "ok", 7: "in progress"}.get(status, f"failed ({status})")
+
+
+def _others(report: Row, page: Console) -> None:
+    lines = gpu_lines(report)
+    if lines:
+        page.print()
+        page.print(Text("what others say", style="bold"))
+    for line in lines:
+        page.print(Text(line))
 
 
 def _errors(report: Row, page: Console) -> None:
