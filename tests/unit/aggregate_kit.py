@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from stallscope.aggregate.state import State
+from stallscope.diagnose.incident import Findings, Found
 from stallscope.output.report import build_report
 from stallscope.wire.columns import COUNT, REC, TIME, UID_REC
 from stallscope.wire.frames import Frame, Kind, encode
@@ -172,9 +173,9 @@ class Kit:
             state.apply(Frame(kind, body))
         return state
 
-    def report(self) -> dict[str, Any]:
-        """The report of the stream so far."""
-        return build_report(self.state())
+    def report(self, findings: Findings | None = None) -> dict[str, Any]:
+        """The report of the stream so far, with these findings."""
+        return build_report(self.state(), findings or Found())
 
 
 def one(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:

@@ -8,14 +8,13 @@ import re
 import pytest
 from aggregate_kit import START, Kit, small
 
-from stallscope.output.report import build_report
 from stallscope.output.terminal import report_text
 from stallscope.output.words import cut, duration
 from stallscope.wire.frames import Kind
 
 
 def screen(kit: Kit) -> str:
-    return report_text(build_report(kit.state()), io.StringIO())
+    return report_text(kit.report(), io.StringIO())
 
 
 def test_one_screen_of_80_columns() -> None:
@@ -64,7 +63,7 @@ def test_an_ascii_stream() -> None:
     out = io.TextIOWrapper(raw, encoding="ascii")
     kit = small()
     kit.frames.pop()
-    out.write(report_text(build_report(kit.state()), out))
+    out.write(report_text(kit.report(), out))
     out.flush()
     assert b"cudaStreamSynchronize" in raw.getvalue()
 
@@ -137,7 +136,7 @@ def test_whose_a_row_is() -> None:
         kit.wait(ns=1_000_000_000, proc=proc)
     kit.bye()
     assert not re.search("name|rank", screen(kit))
-    report = build_report(kit.state())
+    report = kit.report()
     report["processes"][0] |= {"name": "trainer", "global_rank": 7}
     text = report_text(report, io.StringIO())
     assert re.search(r"rank +pid +name +function", text)

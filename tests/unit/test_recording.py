@@ -12,6 +12,7 @@ import pytest
 from aggregate_kit import small
 
 from stallscope.cli.report import replay
+from stallscope.diagnose.incident import Found
 from stallscope.errors import RecordingProblem
 from stallscope.output.finish import finish
 from stallscope.output.report import report_json
@@ -31,9 +32,9 @@ def write(path: Path, frames: list[bytes]) -> Path:
 def test_replay_is_the_live_report(tmp_path: Path) -> None:
     kit = small()
     path = write(tmp_path / "a.rec", kit.encoded())
-    state = replay(str(path))
+    state = replay(str(path)).state
     assert state.ending is None
-    assert report_json(state) == report_json(kit.state())
+    assert report_json(state, Found()) == report_json(kit.state(), Found())
 
 
 def test_cut_at_every_byte(tmp_path: Path) -> None:
@@ -59,19 +60,19 @@ def test_cut_at_every_byte(tmp_path: Path) -> None:
                 replay(str(path))
         elif size % 37 == 0 or size in ends:
             out, err = io.StringIO(), io.StringIO()
-            state = replay(str(path))
-            finish(state, as_json=True, out=out, err=err)
-            finish(state, as_json=False, out=out, err=err)
+            state = replay(str(path)).state
+            finish(state, Found(), as_json=True, out=out, err=err)
+            finish(state, Found(), as_json=False, out=out, err=err)
             assert f"ends at byte {ends[whole]}" in out.getvalue()
 
 
 def test_garbage_in_the_middle(tmp_path: Path) -> None:
     frames = small().encoded()
     path = write(tmp_path / "bad.rec", [*frames[:5], b"\xff" * 64, *frames[5:]])
-    state = replay(str(path))
+    state = replay(str(path)).state
     at = FILE_HEADER_BYTES + sum(map(len, frames[:5]))
     assert state.dropped is not None and f"at byte {at}" in state.dropped
-    assert '"name": "python3"' in report_json(state)
+    assert '"name": "python3"' in report_json(state, Found())
 
 
 @pytest.mark.parametrize("data", [b"", b"\x7fELF" + bytes(100), b"STALLSCP"])
@@ -100,9 +101,9 @@ def test_newer_but_readable(tmp_path: Path) -> None:
     path.write_bytes(
         struct.pack("<8sHHIQQ", b"STALLSCP", 9, 1, 40, 1, 1) + bytes(8) + frames[0] + later + b"".join(frames[1:])
     )
-    state = replay(str(path))
+    state = replay(str(path)).state
     assert state.complete and state.unknown_kinds == 1
-    assert "1 frames of a kind" in report_json(state)
+    assert "1 frames of a kind" in report_json(state, Found())
 
 
 def test_missing_folder_fifo_and_directory(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_frames_after_the_farewell_do_not_count(tmp_path: Path) -> None:
     kit = small()
     extra = encode(Kind.NOTE, {"at_ns": 1, "proc": None, "text": "late"})
     path = write(tmp_path / "a", [*kit.encoded(), extra, b"\xff" * 40])
-    assert report_json(replay(str(path))) == report_json(kit.state())
+    assert report_json(replay(str(path)).state, Found()) == report_json(kit.state(), Found())
     state = kit.state()
     state.apply(Frame(Kind.NOTE, {"at_ns": 1, "proc": None, "text": "late"}))
     assert state.notes == [(1, "a note")]

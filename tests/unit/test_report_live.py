@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from aggregate_kit import START, Kit, small
+from aggregate_kit import START, Kit, hello, small
+from test_output_incidents import SECOND, incident
 
-from stallscope.wire.frames import Kind
+from stallscope.cli.aggregator import receive
+from stallscope.diagnose.follow import Follower
+from stallscope.diagnose.incident import Collective, Episode, Incident
+from stallscope.output.announce import Announcer
+from stallscope.wire.frames import Frame, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "agent"), "PYTHONIOENCODING": "utf-8"}
@@ -141,3 +148,52 @@ def test_without_privileges(needs_root: None, tmp_path: Path) -> None:
     code, out, err = live(b"".join(small().encoded()), "--uid", "65534", "--gid", "65534", record=path)
     assert (code, err) == (0, b"") and b"cudaStreamSynchronize" in out
     assert path.stat().st_size > 100
+
+
+class Alarm:
+    """A diagnosis that finds an incident at its third look, and sees it end at the fifth."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.incidents: list[Incident] = []
+        self.episodes: list[Episode] = []
+        self.collectives: list[Collective] = []
+
+    def step(self) -> None:
+        self.looks += 1
+        if self.looks == 3:
+            self.incidents.append(incident())
+        if self.looks == 5:
+            self.incidents[0].end_ns, self.incidents[0].outcome = START + 4 * SECOND, "resolved"
+
+
+def test_incidents_are_told_while_the_capture_runs() -> None:
+    kit, follower, err = Kit(), Follower(), io.StringIO()
+    for i in range(6):
+        kit.add(Kind.TICK, at_ns=START + i)
+    *ticks, last = kit.encoded()
+    follower.watch = alarm = Alarm()  # type: ignore[assignment]
+    ours, theirs = socket.socketpair()
+    reader = threading.Thread(target=receive, args=(theirs, follower, None, Announcer(err)))
+    reader.start()
+    for tick in ticks:
+        ours.sendall(tick)
+    deadline = time.monotonic() + 10
+    while "resolved" not in err.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    told = err.getvalue()
+    ours.sendall(last)
+    ours.close()
+    reader.join(10)
+    theirs.close()
+    assert [line.split()[0] for line in told.splitlines()] == ["incident", "next:", "incident"]
+    assert err.getvalue() == told and alarm.looks == 6
+
+
+def test_no_look_after_the_end() -> None:
+    follower = Follower()
+    follower.watch = alarm = Alarm()  # type: ignore[assignment]
+    tick = (Kind.TICK, {"at_ns": START + 1})
+    for kind, body in [(Kind.HELLO, hello()), tick, (Kind.BYE, {"at_ns": START + 2, "reason": "x"}), tick]:
+        follower.apply(Frame(kind, body))
+    assert alarm.looks == 1

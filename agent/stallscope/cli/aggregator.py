@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 
-from stallscope.aggregate.state import State
+from stallscope.diagnose.follow import Follower
 from stallscope.errors import ExitCode
+from stallscope.output.announce import Announcer
 from stallscope.output.finish import finish, warm_up
 from stallscope.output.stdout import OutputProblem
 from stallscope.wire.frames import FILE_HEADER_BYTES, BadFrame, Decoder, Kind
@@ -25,8 +26,8 @@ CHUNK_BYTES = 1 << 18
 MEMORY_LIMIT_BYTES = 2 << 30
 
 
-def receive(sock: socket.socket, state: State, recorder: Recorder | None) -> None:
-    """Take frames until the farewell, the end of the stream, or bytes that are no frame."""
+def receive(sock: socket.socket, follower: Follower, recorder: Recorder | None, announcer: Announcer) -> None:
+    """Take frames until the farewell, the end of the stream, or bytes that are no frame; tell incidents at once."""
     # Offsets as in the recording, so that live and replayed reports name the same byte.
     decoder = Decoder(offset=FILE_HEADER_BYTES)
     try:
@@ -34,13 +35,14 @@ def receive(sock: socket.socket, state: State, recorder: Recorder | None) -> Non
             if recorder:
                 recorder.write(data)
             for frame in decoder.feed(data):
-                state.apply(frame)
+                if follower.apply(frame):
+                    announcer.look(follower.watch)
                 if frame.kind == Kind.BYE:
                     return
     except BadFrame as error:
-        state.finish(Ending(error.offset, 0, error.why))
+        follower.finish(Ending(error.offset, 0, error.why))
         return
-    state.finish(Ending(decoder.offset, decoder.pending))
+    follower.finish(Ending(decoder.offset, decoder.pending))
 
 
 def _next(sock: socket.socket) -> bytes:
@@ -78,10 +80,10 @@ def main(argv: list[str] | None = None) -> int:
             )
             return ExitCode.FAILED
     recorder = Recorder(args.record_fd) if args.record_fd is not None else None
-    state = State()
+    follower = Follower()
     with socket.socket(fileno=args.socket_fd) as sock:
-        receive(sock, state, recorder)
-    return _close(state, recorder, recording, as_json=args.json)
+        receive(sock, follower, recorder, Announcer(sys.stderr))
+    return _close(follower, recorder, recording, as_json=args.json)
 
 
 def _path_of(record_fd: int | None) -> str:
@@ -94,7 +96,7 @@ def _path_of(record_fd: int | None) -> str:
         return f"descriptor {record_fd}"
 
 
-def _close(state: State, recorder: Recorder | None, recording: str, *, as_json: bool) -> int:
+def _close(follower: Follower, recorder: Recorder | None, recording: str, *, as_json: bool) -> int:
     """Print what is to be printed. A recording that is not whole is a failure even where the report is."""
     code: int = ExitCode.OK
     if recorder:
@@ -106,7 +108,7 @@ def _close(state: State, recorder: Recorder | None, recording: str, *, as_json: 
                 "  next: the report on stdout is whole; free space and record again if you need the file\n"
             )
     try:
-        return finish(state, as_json=as_json, out=sys.stdout, err=sys.stderr) or code
+        return finish(follower.state, follower.watch, as_json=as_json, out=sys.stdout, err=sys.stderr) or code
     except OutputProblem as error:
         sys.stderr.write(f"stallscope: {error}\n")
     except BrokenPipeError:

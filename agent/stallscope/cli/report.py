@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from stallscope.aggregate.state import State
+from stallscope.diagnose.follow import Follower
 from stallscope.errors import RecordingProblem
 from stallscope.output.finish import finish
 from stallscope.wire.recording import Ending, read_recording
@@ -22,18 +22,18 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def replay(path: str) -> State:
-    """The state that a recording's frames add up to. Raises RecordingProblem, also where no frame is whole."""
-    state, recording = State(), read_recording(path)
+def replay(path: str) -> Follower:
+    """What a recording's frames add up to. Raises RecordingProblem, also where no frame is whole."""
+    follower, recording = Follower(), read_recording(path)
     for frame in recording:
-        state.apply(frame)
-    state.finish(recording.ending)
-    if state.capture is None and recording.ending:
+        follower.apply(frame)
+    follower.finish(recording.ending)
+    if follower.state.capture is None and recording.ending:
         raise RecordingProblem(
             f"cannot report {path}", why=f"there is no whole frame in it: it {_cut_off(recording.ending)}",
             hint="record again: stallscope attach PID -o FILE",
         )  # fmt: skip
-    return state
+    return follower
 
 
 def _cut_off(ending: Ending) -> str:
@@ -45,10 +45,11 @@ def run(args: argparse.Namespace) -> int:
 
     Raises RecordingProblem, OutputProblem.
     """
-    state = replay(args.file)
-    if state.ending:
+    follower = replay(args.file)
+    ending = follower.state.ending
+    if ending:
         sys.stderr.write(
-            f"stallscope: {args.file} is not whole: {state.ending}\n"
+            f"stallscope: {args.file} is not whole: {ending}\n"
             "  next: the report holds what comes before; its counts are lower bounds\n"
         )
-    return finish(state, as_json=args.json, out=sys.stdout, err=sys.stderr)
+    return finish(follower.state, follower.watch, as_json=args.json, out=sys.stdout, err=sys.stderr)

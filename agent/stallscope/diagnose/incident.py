@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Collective", "Culprit", "Episode", "Incident", "Longest", "Place"]
+__all__ = ["Collective", "Culprit", "Episode", "Findings", "Found", "Incident", "Longest", "Place"]
 
 Frames = list[dict[str, Any]]
 
@@ -43,6 +43,7 @@ class Incident:
         label: checkpoint, eval, warm_up or None.
         summary: one English line; next: what to do now.
         numbers: what a STRAGGLER measured: {"last_in_percent": 97, "own_ns": 2400000}.
+        since_before: the block was there when the capture began: `start_ns` is the latest instant that it can have.
     """
 
     id: int
@@ -63,6 +64,7 @@ class Incident:
     summary: str
     next: str
     numbers: dict[str, int] = field(default_factory=dict)
+    since_before: bool = False
 
 
 class Longest(NamedTuple):
@@ -100,3 +102,20 @@ class Collective(NamedTuple):
     calls_per_step: float | None
     wait_ns: int | None
     bounded: bool
+
+
+class Findings(Protocol):
+    """What the report asks of a diagnosis."""
+
+    incidents: list[Incident]
+    episodes: list[Episode]
+    collectives: list[Collective]
+
+
+@dataclass
+class Found:
+    """Findings that are just there: of nobody who watched, or made up."""
+
+    incidents: list[Incident] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from typing import TextIO
 
 from stallscope.aggregate.state import State
+from stallscope.diagnose.incident import Findings, Found
 from stallscope.errors import ExitCode
+from stallscope.output.announce import Announcer
 from stallscope.output.empty import why_empty
-from stallscope.output.rehearsal import rehearse
+from stallscope.output.rehearsal import rehearse, rehearsed_findings
 from stallscope.output.report import build_report, report_json
 from stallscope.output.stdout import put
 
@@ -19,25 +22,26 @@ def warm_up(*, as_json: bool) -> None:
 
     numpy and rich import parts of themselves at the first call of a function, so importing ours is not enough.
     """
-    for state in (rehearse(), State()):
+    Announcer(io.StringIO()).look(rehearsed_findings())
+    for state, findings in ((rehearse(), rehearsed_findings()), (State(), Found())):
         why_empty(state)
         if as_json:
-            report_json(state)
+            report_json(state, findings)
             continue
         from stallscope.output.terminal import PLAIN_WIDTH, render
 
         for tty in (False, True):
-            render(build_report(state), PLAIN_WIDTH, tty=tty)
+            render(build_report(state, findings), PLAIN_WIDTH, tty=tty)
 
 
-def finish(state: State, *, as_json: bool, out: TextIO | None, err: TextIO) -> int:
+def finish(state: State, findings: Findings, *, as_json: bool, out: TextIO | None, err: TextIO) -> int:
     """Print the report on `out` and, when there is nothing in it, the reason on `err`; the exit code.
 
     Raises:
         OutputProblem: `out` is closed, or takes no more.
         BrokenPipeError: nobody reads `out` any more.
     """
-    put(_text(state, as_json, out), out, "cannot print the report", _HINT)
+    put(_text(state, findings, as_json, out), out, "cannot print the report", _HINT)
     empty = why_empty(state)
     if empty is None:
         return ExitCode.OK
@@ -48,10 +52,10 @@ def finish(state: State, *, as_json: bool, out: TextIO | None, err: TextIO) -> i
 _HINT = "send it somewhere with room; one recorded with -o FILE is printed again by `stallscope report FILE`"
 
 
-def _text(state: State, as_json: bool, out: TextIO | None) -> str:
+def _text(state: State, findings: Findings, as_json: bool, out: TextIO | None) -> str:
     if as_json or out is None:
-        return report_json(state)
+        return report_json(state, findings)
     # rich costs 10 MB: only who prints for a person pays for it.
     from stallscope.output.terminal import report_text
 
-    return report_text(build_report(state), out)
+    return report_text(build_report(state, findings), out)

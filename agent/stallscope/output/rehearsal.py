@@ -9,12 +9,14 @@ import numpy as np
 
 from stallscope.aggregate.events import ABANDONED, CALL, DONE, ENTER
 from stallscope.aggregate.state import State
+from stallscope.diagnose.follow import Follower
+from stallscope.diagnose.incident import Collective, Culprit, Episode, Found, Incident, Longest, Place
 from stallscope.wire.columns import COUNT, REC, TIME, UID_REC
 from stallscope.wire.frames import Decoder, Kind, encode
 from stallscope.wire.hook_table import BY_NAME, HOOKS
 from stallscope.wire.recording import Ending
 
-__all__ = ["rehearse"]
+__all__ = ["rehearse", "rehearsed_findings"]
 
 LAUNCH, WAIT, COLLECTIVE, CREATE = (
     BY_NAME[name] for name in ("cudaLaunchKernel", "cudaStreamSynchronize", "ncclAllReduce", "ncclCommInitRank")
@@ -26,12 +28,31 @@ SIGKILL, FAILED = 9, 1
 
 def rehearse() -> State:
     """The state after every kind of frame, a return code that is no success, losses, gaps, and a bad end."""
-    state, decoder = State(), Decoder()
+    follower, decoder = Follower(), Decoder()
     for kind, body in _frames():
         for frame in decoder.feed(encode(kind, body)):
-            state.apply(frame)
-    state.finish(Ending(decoder.offset, decoder.pending))
-    return state
+            follower.apply(frame)
+    follower.finish(Ending(decoder.offset, decoder.pending))
+    return follower.state
+
+
+def rehearsed_findings() -> Found:
+    """Incidents under way and over, an episode and collectives, with every field filled, and with none."""
+    full, bare = Place(1, 1, 1, 1), Place(None, None, 2, 2)
+    stack = [{"file": NAME, "line": 1, "function": NAME, "kind": "python"}] * 4
+    waiting: dict[str, str | None] = {"syscall": "read", "file": NAME, "wchan": None}
+    common: dict[str, Any] = {
+        "comm": None, "op": "ncclAllReduce", "seq": 1, "victims": [full, bare], "cascade": ["0" * 16], "start_ns": 1,
+        "reported_ns": SECOND, "evidence": "api", "confidence": "high", "summary": NAME, "next": NAME,
+    }  # fmt: skip
+    now = Incident(
+        1, "NOT_ARRIVED", "checkpoint", culprits=[Culprit(full, stack, waiting), Culprit(bare)], end_ns=None,
+        outcome="running", since_before=True, **common,
+    )  # fmt: skip
+    over = Incident(2, "STRAGGLER", None, culprits=[], end_ns=SECOND, outcome="died", numbers={"own_ns": 1}, **common)
+    episode = Episode(NAME, full, 801, SECOND, SECOND, 1, [Longest(1, SECOND, "ncclAllReduce", 1, stack)], exact=False)
+    done = [Collective(NAME, "ncclAllGather", "bfloat16", 64, 1 << 30, per, None, True) for per in (64.0, None)]
+    return Found([now, over], [episode], [done[0], done[1]._replace(wait_ns=SECOND)])
 
 
 def _frames() -> Iterator[tuple[Kind, dict[str, Any]]]:

@@ -11,10 +11,12 @@ from stallscope.aggregate.process import Process
 from stallscope.aggregate.state import State
 from stallscope.diagnose.accounting import Accounting, account
 from stallscope.diagnose.hidden import hidden
+from stallscope.diagnose.incident import Findings
 from stallscope.diagnose.stalls import Stall, stalls
 from stallscope.output.calls import call_rows
 from stallscope.output.flight import flight_rows
 from stallscope.output.gpu import gpu_rows, witness_rows
+from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
 from stallscope.output.rows import Row, bound, since
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
@@ -23,26 +25,29 @@ SCHEMA = "stallscope.report/1"
 MAX_FILES_TOLD = 32
 
 
-def report_json(state: State) -> str:
+def report_json(state: State, findings: Findings) -> str:
     """The report as text: the same bytes for the same frames."""
-    return json.dumps(build_report(state), indent=1) + "\n"
+    return json.dumps(build_report(state, findings), indent=1) + "\n"
 
 
-def build_report(state: State) -> Row:
+def build_report(state: State, findings: Findings) -> Row:
     """The report as a dict. Sections that nothing fills yet are there and empty, so that readers find every key."""
     accounting = account(state)
     table = sorted(state.processes.table.values(), key=lambda p: p.order)
+    processes = [_process(state, p) for p in table]
+    communicators = [_communicator(state, c) for c in state.communicators.table.values()]
+    names = Names(processes, communicators)
     return {
         "schema": SCHEMA,
         "capture": _capture(state, accounting),
-        "processes": [_process(state, p) for p in table],
+        "processes": processes,
         "calls": call_rows(state, accounting),
-        "communicators": [_communicator(state, c) for c in state.communicators.table.values()],
-        "collectives": [],
+        "communicators": communicators,
+        "collectives": collective_rows(findings),
         "in_flight": flight_rows(state),
         "stalls": [_stall(state, accounting, s) for s in stalls(state)],
-        "episodes": [],
-        "incidents": [],
+        "episodes": episode_rows(state, findings, names),
+        "incidents": incident_rows(state, findings, names),
         "witnesses": witness_rows(state),
         "startup": [],
         "steps": None,

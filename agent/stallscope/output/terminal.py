@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from stallscope.output.gpu import gpu_lines
@@ -16,6 +14,8 @@ from stallscope.output.header import counted, ends, subject, traced
 from stallscope.output.remarks import remarks
 from stallscope.output.rows import Row
 from stallscope.output.stdout import printable
+from stallscope.output.tables import table
+from stallscope.output.terminal_incidents import blocks, episodes, executed, no_blocks
 from stallscope.output.words import at_least, count, cut, duration, least, share
 
 __all__ = ["PLAIN_WIDTH", "render", "report_text"]
@@ -42,43 +42,11 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
-    for section in (_header, _flight, _waits, _enqueues, _communicators, _others, _errors, _remarks):
+    sections = (blocks, _header, no_blocks, episodes, _flight, _waits, _enqueues, _communicators, _others, executed, _errors)
+    for section in (*sections, _remarks):
         section(report, page)
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
     return text
-
-
-def _table(
-    page: Console,
-    title: str,
-    columns: list[str],
-    rows: list[Row],
-    limit: int,
-    cells: Callable[[Row], list[str]],
-    more: str | None = None,
-) -> None:
-    """Print the first `limit` rows, and `more` about the others.
-
-    Columns named in capitals hold words and give way; numbers are never cut.
-    """
-    page.print()
-    page.print(Text(title, style="bold"))
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
-    lines = [cells(row) for row in rows[:limit]]
-    for i, name in enumerate(columns):
-        is_word = name.isupper()
-        widest = max(len(name), *(len(line[i]) for line in lines))
-        table.add_column(
-            Text(name.lower()),
-            no_wrap=True,
-            justify="left" if is_word else "right",
-            min_width=None if is_word else widest,
-        )
-    for line in lines:
-        table.add_row(*map(Text, line))
-    page.print(table)
-    if len(rows) > limit:
-        page.print(Text(more or f"and {count(len(rows) - limit)} more: --json shows all", style="dim"))
 
 
 class _Whose:
@@ -132,7 +100,7 @@ def _waits(report: Row, page: Console) -> None:
     title = "where the time went: waits that ended, by total (share of the process's time)"
     columns = [*whose.columns, "FUNCTION", "count", "total", "share", *["p50"] * whose.plain, "p99", "max"]
     more = _unshown(len(big) - min(len(big), shown), len(small) - max(0, shown - len(big)))
-    _table(page, title, columns, [*big, *small], shown, lambda s: [
+    table(page, title, columns, [*big, *small], shown, lambda s: [
         *whose.cells(s),
         s["api"],
         least(s, "count", count),
@@ -187,7 +155,7 @@ def _flight(report: Row, page: Console) -> None:
         return
     whose = _Whose(report, rows[:FLIGHT])
     columns = [*whose.columns, "tid", "FUNCTION", "for", "COMMUNICATOR"]
-    _table(page, "waiting now (inside a call at the end)", columns, rows, FLIGHT, lambda r: [
+    table(page, "waiting now (inside a call at the end)", columns, rows, FLIGHT, lambda r: [
         *whose.cells(r),
         str(r["tid"]),
         cut(r["api"], 30),
@@ -221,7 +189,7 @@ def _enqueues(report: Row, page: Console) -> None:
         return
     walls, whose = _wall(report), _Whose(report, rows[:ENQUEUES])
     title = "enqueue calls (work handed to the GPU; how long it ran is not known)"
-    _table(page, title, [*whose.columns, "FUNCTION", "calls", "per second"], rows, ENQUEUES, lambda c: [
+    table(page, title, [*whose.columns, "FUNCTION", "calls", "per second"], rows, ENQUEUES, lambda c: [
         *whose.cells(c),
         cut(c["api"], 36),
         at_least(c, "count") + count(_outermost(c)),
@@ -243,7 +211,7 @@ def _communicators(report: Row, page: Console) -> None:
     if not rows:
         return
     columns = ["UID", "ROOT", "ranks here", "of", "CREATION"]
-    _table(page, "communicators seen being created", columns, rows, COMMS, lambda c: [
+    table(page, "communicators seen being created", columns, rows, COMMS, lambda c: [
         c["uid"] or (f"child of {c['parent']}" if c["parent"] else "-"),
         cut(c["root_addr"] or "-", 24),
         str(len(c["members"])),
@@ -274,7 +242,7 @@ def _errors(report: Row, page: Console) -> None:
         return
     whose = _Whose(report, rows[:ERRORS])
     columns = [*whose.columns, "FUNCTION", "errors", "of"]
-    _table(page, "calls that returned an error", columns, rows, ERRORS, lambda c: [
+    table(page, "calls that returned an error", columns, rows, ERRORS, lambda c: [
         *whose.cells(c),
         cut(c["api"], 36),
         least(c, "errors", count),
