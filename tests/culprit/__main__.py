@@ -1,0 +1,81 @@
+"""``python -m tests.culprit [--kinds a,b] [--mode live|late|mid] [--ahead 0|100] [--seeds N]``: the table of faults.
+
+Prints a line as each run ends, in Markdown; exits with 1 if one was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from culprit_cases import KINDS, MODES, Case, is_possible
+from culprit_run import RunFailed, play
+from culprit_score import Score, score
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.culprit", description="faults, and what is said of them")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
+    parser.add_argument("--mode", choices=(*MODES, "all"), default="live")
+    parser.add_argument("--ahead", type=int, choices=(0, 100), help="default: both")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("-v", action="store_true", help="also what attach said on stderr")
+    args = parser.parse_args()
+    unknown = set(args.kinds.split(",")) - set(KINDS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    wrong = run_all(list(_cases(args)), verbose=args.v)
+    return 1 if wrong else 0
+
+
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    for mode in MODES if args.mode == "all" else (args.mode,):
+        for kind in args.kinds.split(","):
+            for ahead in (0, 100) if args.ahead is None else (args.ahead,):
+                for seed in range(args.first_seed, args.first_seed + args.seeds):
+                    case = Case(kind, mode, ahead, seed)
+                    if is_possible(case):
+                        yield case
+
+
+def run_all(cases: list[Case], *, verbose: bool) -> int:
+    """Play them; how many were wrong."""
+    print("| fault | attached | ahead | seed | right answer | said | s | verdict |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    wrong, begun = 0, time.monotonic()
+    for case in cases:
+        result = _result(case, verbose)
+        wrong += bool(result.problems)
+        _row(case, result)
+    minutes = (time.monotonic() - begun) / 60
+    print(f"\n{len(cases) - wrong} of {len(cases)} right, {minutes:.1f} minutes", flush=True)
+    return wrong
+
+
+def _result(case: Case, verbose: bool) -> Score:
+    try:
+        run = play(case)
+    except RunFailed as error:
+        return Score("", None, [f"not played: {error}"])
+    if verbose:
+        print(run.stderr, file=sys.stderr)
+    return score(case, run)
+
+
+def _row(case: Case, result: Score) -> None:
+    who = f" {case.rank}" if case.answer.named and case.kind != "send-send" else ""
+    right = f"{' or '.join(case.answer.kinds)}{who}" if case.answer.kinds else "no incident"
+    seconds = "" if result.seconds is None else f"{result.seconds:.1f}"
+    verdict = "right" if not result.problems else "WRONG: " + "; ".join(" ".join(p.split()) for p in result.problems)
+    cells = (case.kind, case.mode, case.ahead, case.seed, right, result.said, seconds, verdict)
+    print("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""Each fault on real processes: the right class, exactly the right ranks, the right communicator, in time."""
+
+from __future__ import annotations
+
+import pytest
+from culprit_cases import SHORT, Case
+from culprit_run import play
+from culprit_score import score
+
+
+@pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
+def test_the_culprit_is_named(needs_bpf: None, case: Case) -> None:
+    run = play(case)
+    result = score(case, run)
+    assert not result.problems, f"said: {result.said} after {result.seconds} s; {run.stderr}"
