@@ -64,8 +64,8 @@ build: $(BUILD)/drain.stamp $(BPF_OBJECT) $(NO_COOKIES_OBJECT) ## everything tha
 generate: ## write the hook table again from probes/hooks.def
 	$(Q)$(PYTHON) probes/gen_hooks.py
 
-demo: build ## a simulated job, traced
-	$(Q)$(VENV)/bin/stallscope demo
+demo: build ## a simulated job of 8 ranks that one of them blocks, traced
+	$(Q)$(VENV)/bin/stallscope demo --ranks 8 --fault never
 
 test: build lint ## all tests that a machine without a GPU can run
 	$(Q)$(PY) -m pytest tests/unit tests/sim tests/integration tests/fuzz

@@ -141,7 +141,7 @@ class Tracer:
             "--backend=object",
             *options,
         ]
-        self._out = tempfile.TemporaryFile("w+")
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill
         self.process = subprocess.Popen(
             command,
             stdout=self._out,

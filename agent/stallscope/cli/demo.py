@@ -9,20 +9,40 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import Any
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from stallscope.capture.forward import StandIn
 from stallscope.cli import attach
 from stallscope.cli.attach import Attach, seconds
-from stallscope.cli.caller import caller
+from stallscope.cli.caller import Caller, caller
+from stallscope.cli.demo_truth import comparison
 from stallscope.errors import ArgumentProblem, StallscopeError
+from stallscope.output.stdout import put
 from stallscope.paths import SIM_LIB
 
 __all__ = ["add_parser", "run"]
 
 MAX_RANKS = 16
+RECORDING = "demo.stall"
 END_S = 5.0
+HEALTHY_S, FAULTY_S = 8.0, 14.0
+LONGER_S = {"late": 20.0, "die": 16.0}
+SETTINGS = {"late": "seconds=8", "slow": "factor=3"}  # beyond every threshold
+PROGRESS_S = 5.0
 LOAD_S = 0.5  # between a rank's loading of CUDA and its first call, as frameworks have it
+
+
+class Trace(NamedTuple):
+    """How the job is traced; `over` ends the progress."""
+
+    who: Caller
+    nvml: StandIn
+    folder: Path
+    over: threading.Event
 
 
 def ranks(text: str) -> int:
@@ -42,7 +62,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--truth", metavar="FILE", help="let the job write what really happened to FILE")
-    parser.add_argument("--duration", type=seconds, default=8.0, metavar="S", help="length of the job (default 8)")
+    parser.add_argument("--duration", type=seconds, metavar="S", help="length of the job (default: by the fault)")
+    parser.add_argument("--attach-after", type=seconds, metavar="S", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="report as JSON on stdout")
     parser.set_defaults(run=run)
 
@@ -53,22 +74,58 @@ def run(args: argparse.Namespace) -> int:
         raise StallscopeError(
             "cannot start the demo", why=f"the simulated CUDA stack is not built ({SIM_LIB})", hint="run `make build`"
         )
+    who = caller()
+    with _folder(who) as folder:
+        args.truth = args.truth or str(folder / "truth.json")
+        args.fault, args.duration = _shown(args)
+        code = _play(args, who, folder)
+        if not args.json:
+            line = comparison(args.truth, str(folder / RECORDING), faulty=args.fault is not None)
+            put(f"{line}\n", sys.stdout, "cannot print what the job says", "the report stands before it")
+    return code
+
+
+@contextlib.contextmanager
+def _folder(who: Caller) -> Iterator[Path]:
+    """For what is gone afterwards; the recording is opened with the caller's rights."""
+    with tempfile.TemporaryDirectory(prefix="stallscope-demo-") as name:
+        if os.geteuid() == 0:
+            os.chown(name, who.uid, who.gid)
+        yield Path(name)
+
+
+def _shown(args: argparse.Namespace) -> tuple[str | None, float]:
+    """The fault so that it can be told, and for how long the job must run to that end, unless the caller says it."""
+    if args.fault is None:
+        return None, args.duration or HEALTHY_S
+    kind, _, settings = args.fault.partition(":")
+    usual = SETTINGS.get(kind, "")
+    if usual and usual.partition("=")[0] not in settings:
+        settings = ",".join(filter(None, [usual, settings]))
+    fault = f"{kind}:{settings}" if settings else kind
+    return fault, args.duration or LONGER_S.get(kind, FAULTY_S)
+
+
+def _play(args: argparse.Namespace, who: Caller, folder: Path) -> int:
+    """The job from its start to its end, traced."""
     command = _job_command(args)
-    print(f"demo: {args.ranks} simulated ranks for {args.duration:g} s", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="stallscope-demo-", ignore_cleanup_errors=True) as figures:
-        os.chmod(figures, 0o755)  # noqa: S103 - the poller is another user
-        environment = {"STALLSCOPE_SIM_DEVICES": str(args.ranks), **os.environ, "STALLSCOPE_SIM_STATS": figures}
-        environment["STALLSCOPE_SIM_LIB"] = str(SIM_LIB)
-        _check(command, environment)
-        return _run(args, command, environment)
-
-
-def _run(args: argparse.Namespace, command: list[str], environment: dict[str, str]) -> int:
-    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, start_new_session=True)
+    fault = f", with the fault {args.fault}" if args.fault else ""
+    print(f"demo: {args.ranks} simulated ranks for {args.duration:g} s{fault}", file=sys.stderr)
+    figures = folder / "figures"
+    figures.mkdir()
+    for path in (folder, figures):
+        path.chmod(0o755)  # the poller is another user
+    environment = {"STALLSCOPE_SIM_DEVICES": str(args.ranks), **os.environ, "STALLSCOPE_SIM_STATS": str(figures)}
+    environment["STALLSCOPE_SIM_LIB"] = str(SIM_LIB)
+    _check(command, environment)
     settings = {name: value for name, value in environment.items() if name.startswith("STALLSCOPE_SIM_")}
+    nvml = StandIn(SIM_LIB / "libnvidia-ml.so.1", settings)
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, start_new_session=True)
+    over = threading.Event()
     try:
-        return _attach(args, job, StandIn(SIM_LIB / "libnvidia-ml.so.1", settings))
+        return _attach(args, Trace(who, nvml, folder, over), job)
     finally:
+        over.set()
         job.terminate()  # the launcher ends its ranks and writes the truth
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(END_S)
@@ -82,7 +139,7 @@ def _job_command(args: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-I", "-m", "stallscope.sim.job", f"--ranks={args.ranks}", f"--seed={args.seed}"]
     command += [f"--duration={args.duration:g}", f"--ahead={args.ahead}", f"--load-time={LOAD_S}", "--hold"]
     command += [f"--fault={args.fault}"] if args.fault else [f"--slow-rank={min(1, args.ranks - 1)}"]
-    return command + ([f"--truth={args.truth}"] if args.truth else [])
+    return [*command, f"--truth={args.truth}"]
 
 
 def _check(command: list[str], environment: dict[str, str]) -> None:
@@ -97,14 +154,29 @@ def _check(command: list[str], environment: dict[str, str]) -> None:
         )
 
 
-def _attach(args: argparse.Namespace, job: subprocess.Popen[bytes], nvml: StandIn) -> int:
+def _attach(args: argparse.Namespace, trace: Trace, job: subprocess.Popen[bytes]) -> int:
     def go() -> None:
         assert job.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             job.stdin.write(b"go\n")
             job.stdin.close()
+        threading.Thread(target=_progress, args=(args.duration, trace.over), daemon=True).start()
 
+    if args.attach_after is not None:
+        go()
+        time.sleep(args.attach_after)
     parser = argparse.ArgumentParser()
     attach.add_parser(parser.add_subparsers())
-    wanted = parser.parse_args(["attach", str(job.pid), *(["--json"] if args.json else [])])
-    return Attach(wanted, caller(), on_attached=go, nvml=nvml).run()
+    more = ["--json"] if args.json else ["-o", str(trace.folder / RECORDING)]
+    wanted = parser.parse_args(["attach", str(job.pid), *more])
+    started = None if args.attach_after is not None else go
+    return Attach(wanted, trace.who, on_attached=started, nvml=trace.nvml).run()
+
+
+def _progress(duration_s: float, over: threading.Event) -> None:
+    start_s = time.monotonic()
+    while not over.wait(PROGRESS_S):
+        passed_s = time.monotonic() - start_s
+        if passed_s > duration_s:
+            return
+        print(f"demo: {passed_s:.0f} of {duration_s:g} s", file=sys.stderr, flush=True)

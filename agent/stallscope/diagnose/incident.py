@@ -107,9 +107,17 @@ class Collective(NamedTuple):
 class Findings(Protocol):
     """What the report asks of a diagnosis."""
 
-    incidents: list[Incident]
-    episodes: list[Episode]
-    collectives: list[Collective]
+    @property
+    def incidents(self) -> list[Incident]:
+        """Blocks, in the order of their report."""
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """Waits for late ranks."""
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """What the communicators executed."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from stallscope.diagnose.episodes import Episodes
 from stallscope.diagnose.incident import Collective, Episode, Incident
 from stallscope.diagnose.judge import judge
 from stallscope.diagnose.look import Looker
-from stallscope.diagnose.silent import Silent
+from stallscope.diagnose.mismatches import Silent
 from stallscope.diagnose.stragglers import stragglers
 from stallscope.diagnose.summing import collectives
 from stallscope.diagnose.verdict import Verdict

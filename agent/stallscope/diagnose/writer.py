@@ -9,7 +9,7 @@ from stallscope.diagnose.completed import Odd
 from stallscope.diagnose.incident import Culprit, Incident, Place
 from stallscope.diagnose.labels import label_of
 from stallscope.diagnose.look import Looker
-from stallscope.diagnose.silent import minority
+from stallscope.diagnose.mismatches import minority
 from stallscope.diagnose.stragglers import Straggler
 from stallscope.diagnose.verdict import Verdict
 from stallscope.diagnose.view import Key

@@ -42,8 +42,8 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
-    sections = (blocks, _header, no_blocks, episodes, _flight, _waits, _enqueues, _communicators, _others, executed, _errors)
-    for section in (*sections, _remarks):
+    sections = (blocks, _header, no_blocks, episodes, _flight, _waits, _enqueues, _communicators, executed)
+    for section in (*sections, _others, _errors, _remarks):
         section(report, page)
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
     return text

@@ -17,6 +17,7 @@ __all__ = ["blocks", "episodes", "executed", "no_blocks"]
 
 INCIDENTS, CULPRITS, FRAMES, EPISODES, OPERATIONS, CASCADE = 4, 4, 3, 8, 8, 3
 SHORT_GAP_NS = 1_000_000_000  # nobody waits for a late rank for two seconds inside a shorter one
+LONG_CALL_NS = 2_000_000_000
 MEANING = {
     "DIED": "a process died",
     "NOT_ARRIVED": "a rank has not come",
@@ -182,8 +183,9 @@ def _is_whole(report: Row) -> bool:
     capture = report["capture"]
     short = [gap for gap in capture["gaps"] if gap["source"] == "link" and gap["to_ns"] - gap["from_ns"] < SHORT_GAP_NS]
     verified = all(comm["identity"] == "verified" for comm in report["communicators"])
+    stands = any(row["age_ns"] > LONG_CALL_NS for row in report["in_flight"])
     bounded = at_least(capture, "duration_ns")
-    return verified and not bounded and not capture["lost"] and len(short) == len(capture["gaps"])
+    return verified and not (bounded or stands or capture["lost"]) and len(short) == len(capture["gaps"])
 
 
 def episodes(report: Row, page: Console) -> None:
