@@ -1,0 +1,184 @@
+"""What a rank issues step after step, and where its latest calls differ from that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["CHANGED", "EXTRA", "MOVED", "SKIPPED", "Break", "Step", "first_break", "last_break", "learn_step"]
+
+SKIPPED, EXTRA, CHANGED, MOVED, UNCLEAR = "SKIPPED", "EXTRA", "CHANGED", "MOVED", "UNCLEAR"
+_MOST_AWAY = 64
+_RECENT_STEPS = 3
+_LEAST_STEPS = 3
+
+Token = Hashable
+SameLane = Callable[[Token, Token], bool]
+
+
+class Break(NamedTuple):
+    """A place where a sequence departs from what is expected.
+
+    Attributes:
+        kind: SKIPPED (expected calls are not there), EXTRA, CHANGED (another one in its place), MOVED (the same ones in
+            another order), UNCLEAR.
+        at: index into the sequence.
+        distance: how many calls.
+        support: how many calls afterwards are as expected again.
+        rivals: kinds that explain the sequence as well.
+    """
+
+    kind: str
+    at: int
+    distance: int
+    expected: Token
+    got: Token
+    support: int
+    rivals: frozenset[str] = frozenset()
+
+
+class Step(NamedTuple):
+    """What repeats: the calls of one period, and where in the sequence such a period was found."""
+
+    calls: tuple[Token, ...]
+    at: int
+
+    def after(self, phase: int, count: int) -> list[Token]:
+        """The calls expected from a phase of the period on."""
+        return [self.calls[(phase + i) % len(self.calls)] for i in range(count)]
+
+
+def learn_step(tokens: Sequence[Token]) -> Step | None:
+    """The period of a sequence of calls that was regular for three periods or more, else None."""
+    numbers: dict[Token, int] = {}
+    array = np.array([numbers.setdefault(token, len(numbers)) for token in tokens], dtype=np.int32)
+    for length in _lengths(array):
+        begin, run = _longest_run(array[length:] == array[:-length])
+        if run < (_LEAST_STEPS - 1) * length:
+            continue
+        calls = tuple(tokens[begin : begin + length])
+        others = Counter(token for token in tokens if token not in set(calls))
+        if all(count == 1 for count in others.values()):
+            return Step(calls, begin + length)
+    return None
+
+
+def _lengths(array: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> list[int]:
+    """Possible periods, the one that holds for most calls first."""
+    size = len(array)
+    rates = [
+        (np.count_nonzero(array[length:] != array[:-length]) / (size - length), length)
+        for length in range(1, size // _LEAST_STEPS + 1)
+    ]
+    return [length for rate, length in sorted(rates)[:8] if rate <= 0.6]
+
+
+def _longest_run(same: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> tuple[int, int]:
+    """(begin, length) of the first longest run of true."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    best = int(np.argmax(lengths))
+    return int(edges[2 * best]), int(lengths[best])
+
+
+def last_break(tokens: Sequence[Token], step: Step, until: int, same_lane: SameLane) -> Break | None:
+    """The last departure from a step at or before index `until`, no more than three steps back; None: there is none."""
+    at, phase, last = step.at, 0, None
+    while at <= until:
+        found = first_break(tokens[at:], step.after(phase, len(tokens) - at + _MOST_AWAY), same_lane)
+        if found is None or at + found.at > until:
+            break
+        last = found._replace(at=at + found.at)
+        if last.kind == UNCLEAR:
+            break
+        skipped, extra = _consumed(last)
+        phase += found.at + skipped
+        at = last.at + extra
+    return last if last and last.at >= until - _RECENT_STEPS * len(step.calls) else None
+
+
+def _consumed(found: Break) -> tuple[int, int]:
+    """How many expected calls, and how many issued ones, a break takes up."""
+    return {
+        SKIPPED: (found.distance, 0),
+        EXTRA: (0, found.distance),
+        CHANGED: (1, 1),
+        MOVED: (found.distance, found.distance),
+    }[found.kind]
+
+
+def first_break(got: Sequence[Token], expected: Sequence[Token], same_lane: SameLane) -> Break | None:
+    """Where two sequences part, and the smallest change that makes one of the other; None where one begins the other.
+
+    `same_lane(a, b)`: whether one call may stand in the other's place (two collectives of one communicator).
+    """
+    begin = _alike(got, expected)
+    if begin >= min(len(got), len(expected)):
+        return None
+    got, expected = got[begin:], expected[begin:]
+    guesses = _guesses(got, expected, same_lane)
+    whole = [(cost, kind, distance, run) for cost, kind, distance, run, is_whole in guesses if is_whole]
+    if not whole:
+        best = max(guesses, key=lambda guess: (guess[3], -guess[0]), default=None)
+        if best is None or best[3] < 2:
+            return Break(UNCLEAR, begin, 0, expected[0], got[0], 0)
+        whole = [best[:4]]
+    _, kind, distance, run = min(whole)
+    rivals = frozenset(guess[1] for guess in whole)
+    return Break(kind, begin, distance, expected[0], got[0], run, rivals)
+
+
+def _guesses(got: Sequence[Token], expected: Sequence[Token],
+             same_lane: SameLane) -> list[tuple[float, str, int, int, bool]]:  # fmt: skip
+    """(cost, kind, distance, calls as expected afterwards, whether up to the end)."""
+    found: list[tuple[float, str, int, int, bool]] = []
+
+    def guess(cost: float, kind: str, distance: int, issued: int, wanted: int) -> None:
+        rest = got[issued:]
+        run = _alike(rest, expected[wanted:])
+        is_whole = run == min(len(rest), len(expected) - wanted)
+        if is_whole or run:
+            found.append((cost, kind, distance, run, is_whole))
+
+    if same_lane(got[0], expected[0]):
+        guess(0.5 if len(got) > 1 else 1.05, CHANGED, 1, 1, 1)
+    for distance in range(1, min(_MOST_AWAY, len(expected) - 1) + 1):
+        if expected[distance] == got[0]:
+            guess(distance, SKIPPED, distance, 0, distance)
+        if distance < len(got) and got[distance] == expected[0]:
+            guess(distance, EXTRA, distance, distance, 0)
+    if len(got) == 1:
+        guess(1.2, EXTRA, 1, 1, 0)
+    if moved := _reordered(got, expected):
+        guess(1.1, MOVED, moved, moved, moved)
+    return found
+
+
+def _reordered(got: Sequence[Token], expected: Sequence[Token]) -> int:
+    """So many calls are the same ones in another order; 0 where there is no such number."""
+    balance: Counter[Token] = Counter()
+    for count, (mine, wanted) in enumerate(zip(got, expected, strict=False), 1):
+        balance[mine] += 1
+        balance[wanted] -= 1
+        if balance[mine] == 0:
+            del balance[mine]
+        if wanted in balance and balance[wanted] == 0:
+            del balance[wanted]
+        if not balance:
+            return count
+        if count >= 16 * _MOST_AWAY:
+            break
+    return 0
+
+
+def _alike(one: Sequence[Token], other: Sequence[Token]) -> int:
+    """Length of the common beginning."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))

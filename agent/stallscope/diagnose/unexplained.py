@@ -1,0 +1,166 @@
+"""All have called, nothing is missing, and still nothing moves: a GPU, a link, or a host inside NCCL."""
+
+from __future__ import annotations
+
+from stallscope.diagnose.graph import LIFE_CYCLE, is_leaving
+from stallscope.diagnose.hosts import is_waiting
+from stallscope.diagnose.replay import Replay
+from stallscope.diagnose.verdict import Verdict
+from stallscope.diagnose.view import DEAD, IN_API, Key
+
+__all__ = ["all_arrived", "odd_host", "stuck_gpu"]
+
+
+def _stuck(replay: Replay) -> list[int]:
+    return [number for number, rank in enumerate(replay.view.ranks) if is_waiting(rank)]
+
+
+def _standing(replay: Replay) -> dict[int, list[int]]:
+    """By waiting rank: what it issued and all the others too, and is not known to be complete, in order of issue."""
+    return {rank: sorted(replay.unproven(rank)) for rank in _stuck(replay)}
+
+
+def stuck_gpu(replay: Replay) -> list[Verdict]:
+    """Where it is known what began on the GPU: the ranks on which an operation did not begin that all others began."""
+    standing = _standing(replay)
+    keys = dict.fromkeys(replay.op(rank, index).key for rank, places in standing.items() for index in places)
+    found: dict[int, Verdict] = {}
+    for key in keys:
+        for rank in _not_begun(replay, key):
+            found.setdefault(rank, _gpu_verdict(replay, rank, key))
+    return list(found.values())
+
+
+def _not_begun(replay: Replay, key: Key) -> list[int]:
+    here = replay.at[key]
+    began = {rank: replay.op(rank, index).done or replay.op(rank, index).started for rank, index in here.items()}
+    late = [rank for rank, has in began.items() if has is False]
+    if not 0 < len(late) < len(began) or None in began.values():
+        return []
+    return [rank for rank in late if _is_first(replay, rank, here[rank])]
+
+
+def _is_first(replay: Replay, rank: int, index: int) -> bool:
+    """Whether nothing that it issued earlier is unfinished."""
+    return min(replay.unproven(rank), default=-1) == index
+
+
+def _gpu_verdict(replay: Replay, rank: int, key: Key) -> Verdict:
+    since_ns = min(replay.op(r, i).enter_ns for r, i in replay.at[key].items())
+    victims = tuple(r for r in _stuck(replay) if r != rank)
+    why = f"its GPU has not begun {replay.op(rank, replay.at[key][rank]).name}, which the others have"
+    cascade = tuple(c for c in _comms_of(replay, victims) if c != key[0])
+    return Verdict("GPU_STUCK", (rank,), key, int(key[0]), since_ns, victims, cascade, "gpu_start", "high", why)
+
+
+def _comms_of(replay: Replay, ranks: tuple[int, ...]) -> list[int]:
+    """Those in which the ranks have something unfinished."""
+    return sorted({int(replay.op(rank, i).key[0]) for rank in ranks for i in _open(replay, rank)})
+
+
+def _open(replay: Replay, rank: int) -> list[int]:
+    return [*replay.unproven(rank), *replay.heads(rank)]
+
+
+def odd_host(replay: Replay) -> list[Verdict]:
+    """A rank that ended, or that is inside a call which waits for nobody, with operations that did not run any more."""
+    found = []
+    stuck = _stuck(replay)
+    inside = [rank for rank in stuck if replay.view.ranks[rank].state == IN_API]
+    for number, rank in enumerate(replay.view.ranks):
+        api = rank.api or ""
+        if rank.state == DEAD and stuck:
+            found.append(_odd_verdict(replay, "DIED", number, "has ended; its GPU runs no more of what it called"))
+        elif is_leaving(rank) or (rank.state == IN_API and api.startswith(LIFE_CYCLE) and len(inside) == 1):
+            found.append(_odd_verdict(replay, "IN_API", number, f"is inside {api}, which has not returned"))
+        elif inside == [number] and len(stuck) > 1 and _is_behind(replay, number):
+            found.append(_odd_verdict(replay, "IN_API", number, f"is inside {api}, in which nobody is missing"))
+    found = [verdict for verdict in found if verdict.victims]
+    deaths = [v for v in found if v.kind == "DIED"]
+    if len(deaths) > 1:
+        first = min(deaths, key=lambda v: (replay.view.ranks[v.culprits[0]].since_ns or 0, v.culprits))
+        return [first]
+    return found
+
+
+def _is_behind(replay: Replay, rank: int) -> bool:
+    """Whether its call has not returned, and that of another member of the operation has."""
+    for index in reversed(range(len(replay.view.ranks[rank].operations))):
+        op = replay.op(rank, index)
+        if op.returned:
+            return False
+        others = replay.at.get(op.key, {}).items()
+        if any(replay.op(r, i).returned for r, i in others if r != rank):
+            return True
+    return False
+
+
+def _odd_verdict(replay: Replay, kind: str, culprit: int, why: str) -> Verdict:
+    comms = [c for c, members in enumerate(replay.sure) if culprit in members]
+    near = {rank for comm in comms for rank in replay.sure[comm]}
+    victims = [rank for rank in _stuck(replay) if rank != culprit and rank in near]
+    key = _first_open(replay, victims, [c for c in comms if _in_call(replay, culprit) in (None, c)] or comms)
+    comm = int(key[0]) if key else None
+    cascade = tuple(c for c in _comms_of(replay, tuple(victims)) if c != comm)
+    confidence = "medium" if key else "low"
+    since_ns = _since_ns(replay, victims)
+    return Verdict(kind, (culprit,), key, comm, since_ns, tuple(victims), cascade, "api", confidence, why)
+
+
+def _in_call(replay: Replay, rank: int) -> int | None:
+    return replay.view.ranks[rank].in_comm
+
+
+def _first_open(replay: Replay, ranks: list[int], comms: list[int]) -> Key | None:
+    """The first operation on some communicators that is not known to be complete."""
+    found = [
+        (replay.op(rank, i).enter_ns, rank, i)
+        for rank in ranks
+        for i in _open(replay, rank)
+        if replay.op(rank, i).key[0] in comms
+    ]
+    return replay.op(*min(found)[1:]).key if found else None
+
+
+def _since_ns(replay: Replay, ranks: list[int]) -> int:
+    known = [since for rank in ranks if (since := replay.view.ranks[rank].since_ns) is not None]
+    return min(known, default=replay.view.now_ns)
+
+
+def all_arrived(replay: Replay) -> list[Verdict]:
+    """Everybody waits, and for nobody: the first operation, of the smallest communicator with all of them, that is not
+    known to be complete."""
+    stuck = _stuck(replay)
+    standing = {rank: open_ for rank, open_ in _standing(replay).items() if open_}
+    if not standing:
+        return []
+    key = _common(replay, stuck, standing)
+    if key is None:
+        return []
+    here = replay.at[key]
+    since_ns = max(min(replay.op(r, i).enter_ns for r, i in here.items()), 0)
+    where = tuple((rank, key if rank in here else replay.op(rank, standing[rank][0]).key) for rank in sorted(standing))
+    began = [replay.op(rank, index).started for rank, index in here.items()]
+    evidence, why = "api", "all ranks have called it: a GPU may be stuck before it, or the transport stands"
+    if all(began):
+        evidence, why = "gpu_start", "it began on all GPUs and does not end: the transport stands"
+    cascade = tuple(c for c in _comms_of(replay, tuple(stuck)) if c != key[0])
+    return [Verdict("ALL_ARRIVED", (), key, int(key[0]), since_ns, tuple(stuck), cascade, evidence, "low", why, where)]
+
+
+def _common(replay: Replay, stuck: list[int], standing: dict[int, list[int]]) -> Key | None:
+    """Of the smallest communicator that contains the waiting ranks, and of whose members nobody goes on."""
+    found: dict[int, Key] = {}
+    for rank, places in standing.items():
+        for index in places:
+            key = replay.op(rank, index).key
+            comm = int(key[0])
+            if set(replay.sure[comm]) <= set(stuck) and (comm not in found or _earlier(key, found[comm])):
+                found[comm] = key
+    best = min(found, key=lambda c: (-len(replay.sure[c]), c), default=None)
+    return None if best is None else found[best]
+
+
+def _earlier(one: Key, other: Key) -> bool:
+    """Of two operations of one communicator; sends and collectives are not comparable."""
+    return one[:-1] == other[:-1] and int(one[-1]) < int(other[-1])
