@@ -85,7 +85,7 @@ class Blame:
         return self._calls[rank]
 
     def _until(self, rank: int) -> int:
-        """Index of its first unfinished call."""
+        """Index of its first unfinished call, or the number of its calls."""
         fired = self._replay.fired[rank]
         places = self.calls(rank)[1]
         return next((n for n, index in enumerate(places) if not fired[index]), len(places))
@@ -127,49 +127,66 @@ class Blame:
         step = None if self._replay.view.ranks[rank].gap else self.step(rank)
         if step is None:
             return None
-        found = last_break(self.calls(rank)[0], step, self._until(rank), _same_lane)
+        # Among equal calls the one too many or too few shows later than where it holds up the others.
+        until = self._until(rank) + len(step.calls)
+        found = last_break(self.calls(rank)[0], step, until, _same_lane)
         return self._deviation(rank, found) if found else None
 
     def _deviation(self, rank: int, found: Break) -> Deviation:
-        kind = self._settle(rank, found)
+        kind, distance, is_sure = self._settle(rank, found)
         calls, places = self.calls(rank)
         expected, got = found.expected, calls[found.at]
         assert isinstance(expected, Call)
         key: Key = self._replay.op(rank, places[found.at]).key
         if kind in (SKIPPED, MOVED):
             key = (*expected.prefix, self._replay.next_number(rank, expected.prefix, places[found.at]))
-        is_sure = found.support > 1 and len(found.rivals) < 2
-        return Deviation(kind, key, found.distance, is_sure, _name(got), _name(expected))
+        return Deviation(kind, key, distance, is_sure and found.support > 0, _name(got), _name(expected))
 
-    def _settle(self, rank: int, found: Break) -> str:
-        """Between explanations that fit equally well: by how many collectives it issued, compared with the others."""
-        if len(found.rivals) < 2 or CHANGED in found.rivals:
-            return found.kind
+    def _settle(self, rank: int, found: Break) -> tuple[str, int, bool]:
+        """(kind, calls, whether sure). Between explanations that fit equally well the numbers of calls decide,
+        compared with those of the other ranks."""
+        first = found.kind, found.distance
+        if not found.rivals or found.kind == CHANGED:
+            return *first, True
         assert isinstance(found.got, Call) and isinstance(found.expected, Call)
         surplus = self._surplus(rank)
-        if MOVED in found.rivals:
-            if not any(surplus.values()):
-                return MOVED
-            calls = self.calls(rank)[0]
-            is_repeat = found.at > 0 and calls[found.at - 1] == found.got
-            is_far = surplus.get(found.got.prefix[0], 0) <= 0 and found.kind == EXTRA
-            return MOVED if is_far and not is_repeat else found.kind
-        if SKIPPED in found.rivals and surplus.get(found.expected.prefix[0], 0) < 0:
-            return SKIPPED
-        return EXTRA if EXTRA in found.rivals and surplus.get(found.got.prefix[0], 0) > 0 else found.kind
+        guesses = dict((first, *found.rivals))
+        if MOVED in guesses:
+            distance = guesses.pop(MOVED)
+            others = {kind for kind, calls in guesses.items() if calls == 1}
+            if EXTRA in others and not self._is_one_too_many(rank, found, surplus):
+                others.remove(EXTRA)
+            if not others or not any(surplus.values()):
+                return MOVED, distance, True
+            guesses = dict.fromkeys(others, 1)
+        is_missing, is_too_many = surplus.get(found.expected.prefix, 0) < 0, surplus.get(found.got.prefix, 0) > 0
+        if SKIPPED in guesses and (is_missing or EXTRA not in guesses):
+            return SKIPPED, guesses[SKIPPED], is_missing
+        if EXTRA in guesses and (is_too_many or SKIPPED not in guesses):
+            return EXTRA, guesses[EXTRA], is_too_many
+        kind = next(iter(guesses))
+        return kind, guesses[kind], False
 
-    def _surplus(self, rank: int) -> dict[int | str, int]:
-        """By communicator: how many collectives more than the others there it issued."""
-        found: dict[int | str, int] = {}
-        for comm, members in enumerate(self._replay.sure):
-            others = [member for member in members if member != rank]
-            if rank in members and others and self._replay.view.comms[comm].aligned:
-                numbers = [self._issued(member, comm) for member in others]
-                found[comm] = self._issued(rank, comm) - median_low(numbers)
+    def _is_one_too_many(self, rank: int, found: Break, surplus: dict[Key, int]) -> bool:
+        """Whether a call was made once more, rather than before its time: it repeats the one before, or its number
+        alone is too high."""
+        assert isinstance(found.got, Call)
+        calls = self.calls(rank)[0]
+        is_repeat = found.at > 0 and calls[found.at - 1] == found.got
+        return is_repeat or {prefix: n for prefix, n in surplus.items() if n} == {found.got.prefix: 1}
+
+    def _surplus(self, rank: int) -> dict[Key, int]:
+        """By prefix of keys: how many calls more than the other ranks there it issued."""
+        found: dict[Key, int] = {}
+        for prefix in {call.prefix for call in self.calls(rank)[0]}:
+            members = self._replay.members((*prefix, 0))
+            others = [self._issued(member, prefix) for member in members if member != rank]
+            if others:
+                found[prefix] = self._issued(rank, prefix) - median_low(others)
         return found
 
-    def _issued(self, rank: int, comm: int) -> int:
-        return self._replay.next_number(rank, (comm, "c"), len(self._replay.view.ranks[rank].operations))
+    def _issued(self, rank: int, prefix: Key) -> int:
+        return self._replay.next_number(rank, prefix, len(self._replay.view.ranks[rank].operations))
 
     def departs_at(self, rank: int, key: Key) -> bool:
         """Whether this call of a rank is another one than it makes at this place of its steps."""
@@ -292,8 +309,8 @@ class Blame:
             return None
         expected = theirs[found.at][1]
         place = self.calls(rank)[1].index(mine[found.at][2])
-        deviation = self._deviation(rank, found._replace(at=place, expected=expected, rivals=frozenset()))
-        return deviation._replace(is_sure=found.support > 1 and len(found.rivals) < 2)
+        deviation = self._deviation(rank, found._replace(at=place, expected=expected, rivals=()))
+        return deviation._replace(is_sure=found.support > 1 and not found.rivals)
 
     def _first(self, rank: int, comm: int) -> int:
         return next((number for number, _, _ in self._on(rank, comm)), 0)

@@ -12,7 +12,7 @@ __all__ = ["CHANGED", "EXTRA", "MOVED", "SKIPPED", "Break", "Step", "first_break
 
 SKIPPED, EXTRA, CHANGED, MOVED, UNCLEAR = "SKIPPED", "EXTRA", "CHANGED", "MOVED", "UNCLEAR"
 _MOST_AWAY = 64
-_RECENT_STEPS = 3
+_RECENT_STEPS = 4
 _LEAST_STEPS = 3
 
 Token = Hashable
@@ -28,7 +28,7 @@ class Break(NamedTuple):
         at: index into the sequence.
         distance: how many calls.
         support: how many calls afterwards are as expected again.
-        rivals: kinds that explain the sequence as well.
+        rivals: (kind, distance) of other explanations, of which the sequence alone does not say that they are worse.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Break(NamedTuple):
     expected: Token
     got: Token
     support: int
-    rivals: frozenset[str] = frozenset()
+    rivals: tuple[tuple[str, int], ...] = ()
 
 
 class Step(NamedTuple):
@@ -87,7 +87,7 @@ def _longest_run(same: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> tuple
 
 
 def last_break(tokens: Sequence[Token], step: Step, until: int, same_lane: SameLane) -> Break | None:
-    """The last departure from a step at or before index `until`, no more than three steps back; None: there is none."""
+    """The last departure from a step at or before index `until`, no more than four steps back; None: there is none."""
     at, phase, last = step.at, 0, None
     while at <= until:
         found = first_break(tokens[at:], step.after(phase, len(tokens) - at + _MOST_AWAY), same_lane)
@@ -128,8 +128,10 @@ def first_break(got: Sequence[Token], expected: Sequence[Token], same_lane: Same
         if best is None or best[3] < 2:
             return Break(UNCLEAR, begin, 0, expected[0], got[0], 0)
         whole = [best[:4]]
-    _, kind, distance, run = min(whole)
-    rivals = frozenset(guess[1] for guess in whole)
+    cost, kind, distance, run = min(whole)
+    most = cost + _MOST_AWAY if kind == MOVED else cost + 0.5
+    cheapest = {guess[1]: guess for guess in sorted(whole, reverse=True)}
+    rivals = tuple((g[1], g[2]) for g in sorted(cheapest.values()) if g[1] != kind and g[0] <= most)
     return Break(kind, begin, distance, expected[0], got[0], run, rivals)
 
 
@@ -156,6 +158,11 @@ def _guesses(got: Sequence[Token], expected: Sequence[Token],
         guess(1.2, EXTRA, 1, 1, 0)
     if moved := _reordered(got, expected):
         guess(1.1, MOVED, moved, moved, moved)
+    elif any(kind == EXTRA and distance == 1 and is_whole for _, kind, distance, _, is_whole in found):
+        # Made before its time; where it is due otherwise, the sequence has not come to yet.
+        due = next((n for n, call in enumerate(expected) if call == got[0]), 0)
+        if due >= len(got):
+            found.append((1.1, MOVED, due + 1, len(got) - 1, True))
     return found
 
 

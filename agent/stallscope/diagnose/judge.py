@@ -46,7 +46,7 @@ def _unexplained(replay: Replay) -> list[Verdict]:
     if any(len({op.stream for op in rank.operations}) > 1 for rank in view.ranks):
         # As if streams waited for each other: believed only where one rank departs from its own history.
         serial = _Roots(Replay(view, serial=True)).verdicts()
-        named = [verdict for verdict in serial if len(verdict.culprits) == 1 and verdict.confidence == "high"]
+        named = [verdict for verdict in serial if len(verdict.culprits) == 1 and verdict.confidence != "low"]
         if named and len(named) == len(serial):
             return [verdict._replace(confidence="medium") for verdict in named]
     return all_arrived(replay) or _unknown(replay)

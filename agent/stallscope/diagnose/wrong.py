@@ -91,9 +91,9 @@ def wrong_in_cycle(replay: Replay, blame: Blame, graph: Graph, component: list[K
     passed = {via for key in component for after, via in graph[key].edges if after in inside}
     waiting = {rank for key in component for rank in graph[key].waiting}
     deviants = blame.deviants(passed) or blame.deviants(waiting)
-    if len(deviants) == 1:
+    if len(deviants) == 1 and not (_is_pair(component) and any(blame.step(rank) is None for rank in passed)):
         return _deviant(*next(iter(deviants.items())))
-    if deviants:
+    if len(deviants) > 1:
         earliest = min(deviants, key=lambda rank: (graph[first].since_ns, rank))
         key = deviants[earliest].key if deviants[earliest].key in graph else first
         why = "call in an order of which each waits for the other"
