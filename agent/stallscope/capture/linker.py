@@ -265,7 +265,8 @@ class Linker:
             {"proc": target.proc, "library": linked.library, "path": linked.path, "build_id": resolved.build_id,
              "hooks": sorted(p.hook.id for p in resolved.points), "at_ns": now,
              "appeared_ns": now if appeared_ns is None else appeared_ns,
-             "method": self._sharing.method, "missing": resolved.missing, "untimed": bool(linked.untimed)},
+             "method": self._sharing.method, "missing": resolved.missing, "untimed": bool(linked.untimed),
+             "version": resolved.nccl_version if linked.library == "NCCL" else None},
         )  # fmt: skip
         if linked.untimed:
             self.note(target, f"{linked.path}: {linked.untimed}")

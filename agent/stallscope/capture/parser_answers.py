@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 __all__ = [
-    "ElfSymbols", "Inferred", "InferredFrame", "ParserFailed", "Symbol",
-    "check_frames", "check_inferred", "check_needs", "check_symbols",
+    "CommPlace", "ElfSymbols", "Inferred", "InferredFrame", "ParserFailed", "Symbol",
+    "check_comm", "check_frames", "check_inferred", "check_needs", "check_symbols",
 ]  # fmt: skip
 
 ADDRESS_LIMIT = 1 << 47
@@ -16,6 +16,8 @@ MAX_SEGMENTS, MAX_NEEDED, MAX_NOTES, MAX_FRAMES, MAX_NEEDS, MAX_NEED_BYTES = 512
 BUILD_ID = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MACHINE = re.compile(r"[a-z0-9_]{1,16}")
+VERSION = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}")
+MIN_FIELD, MAX_FIELD, MAX_FUNCTIONS = 0x100, 16 << 20, 8
 
 
 class ParserFailed(Exception):
@@ -55,6 +57,7 @@ class ElfSymbols(NamedTuple):
         digest: of its headers and symbol tables, when no names were asked for: equal ones give equal answers.
         words: which of the words asked for stand in its data.
         hull: file offsets [from, to) of the library that was linked into it, None where nothing tells.
+        nccl_version: "2.27.5" of an NCCL, where `ncclGetVersion` was among the names.
     """
 
     build_id: str | None
@@ -72,6 +75,25 @@ class ElfSymbols(NamedTuple):
     digest: str | None
     words: list[str]
     hull: tuple[int, int] | None
+    nccl_version: str | None = None
+
+
+class CommPlace(NamedTuple):
+    """Where a file's NCCL keeps what tells a communicator.
+
+    Attributes:
+        by: "table", "dwarf", "code", or None: not found.
+        rank_at: offset of the rank in ncclComm, bytes.
+        seq_at: offset of seqNumber, None where it is unknown or not always counted.
+        functions: how many counters of 8 bytes stand there.
+        version: "2.27.5", None where the file does not tell.
+    """
+
+    by: str | None
+    rank_at: int
+    seq_at: int | None
+    functions: int
+    version: str | None
 
 
 class InferredFrame(NamedTuple):
@@ -162,7 +184,16 @@ def check_symbols(
         digest=_digest(answer.get("digest")),
         words=[_one_of(w, words, "words") for w in items(answer.get("words"), len(words), "words")],
         hull=_hull(answer.get("hull"), file_size),
+        nccl_version=_version(answer.get("nccl_version")),
     )
+
+
+def _version(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not VERSION.fullmatch(value):
+        raise _wrong("version")
+    return value
 
 
 def _digest(value: object) -> str | None:
@@ -225,3 +256,16 @@ def check_inferred(answer: dict[str, Any], hooks: frozenset[int], sp: int, stack
     """Check an answer about a thread's stack."""
     frames = check_frames(answer.get("frames"), hooks, sp, stack)
     return Inferred(frames, number(answer.get("known_to"), 0, 1 << 64, "known to"))
+
+
+def check_comm(answer: dict[str, Any]) -> CommPlace:
+    """Check an answer about ncclComm; raises ParserFailed."""
+    by, seq_at = answer.get("by"), answer.get("seq_at")
+    functions = number(answer.get("functions"), 0, MAX_FUNCTIONS + 1, "functions")
+    version = _version(answer.get("version"))
+    if by is None:
+        return CommPlace(None, 0, None, functions, version)
+    rank_at = number(answer.get("rank_at"), MIN_FIELD, MAX_FIELD, "rank_at")
+    if seq_at is not None:
+        seq_at = number(seq_at, MIN_FIELD, MAX_FIELD, "seq_at")
+    return CommPlace(_one_of(by, ("table", "dwarf", "code"), "by"), rank_at, seq_at, functions, version)

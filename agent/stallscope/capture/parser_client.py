@@ -20,18 +20,20 @@ from typing import Any
 import msgpack
 
 from stallscope.capture.parser_answers import (
+    CommPlace,
     ElfSymbols,
     Inferred,
     InferredFrame,
     ParserFailed,
     Symbol,
+    check_comm,
     check_inferred,
     check_needs,
     check_symbols,
     text,
 )
 
-__all__ = ["ElfSymbols", "Inferred", "InferredFrame", "ParserClient", "ParserFailed", "Symbol"]
+__all__ = ["CommPlace", "ElfSymbols", "Inferred", "InferredFrame", "ParserClient", "ParserFailed", "Symbol"]
 
 NOBODY = 65534
 LENGTH = struct.Struct("<I")
@@ -106,6 +108,12 @@ class ParserClient:
         answer = self._request(body, [fd], deadline_s)
         with self._distrust():
             return check_symbols(answer, frozenset(names), os.fstat(fd).st_size, frozenset(words))
+
+    def nccl_comm(self, fd: int) -> CommPlace:
+        """Ask where the NCCL in a file keeps a communicator's rank. Raises ParserFailed."""
+        answer = self._request({"op": "nccl_comm"}, [fd], None)
+        with self._distrust():
+            return check_comm(answer)
 
     def infer(
         self,

@@ -22,6 +22,7 @@ RUNTIME_WORD = "cudaErrorInsufficientDriver"
 # How functions of a statically linked runtime are called; the driver is called from those that are not the API.
 RUNTIME_PREFIXES = ("libcudart_static_", "__cudart", "cuda", "__cuda")
 ENDBR64 = b"\xf3\x0f\x1e\xfa"
+GET_VERSION = "ncclGetVersion"
 MAX_KNOWN, MAX_TRIES = 4096, 2
 EVERY = frozenset(("CUDART", "CUDA", "NCCL"))
 
@@ -86,6 +87,7 @@ class Resolver:
         self.parsed += 1
         names = {hook.name for hook in HOOKS if hook.mode != "SHIM" and hook.library in libraries}
         names |= {name for library in libraries for name in SENTINELS.get(library, ())}
+        names |= {GET_VERSION} if "NCCL" in libraries else set()
         answer = self._parser.symbols(
             fd, sorted(names), words=[RUNTIME_WORD], prefixes=RUNTIME_PREFIXES, deadline_s=deadline_s
         )
@@ -99,6 +101,7 @@ class Resolver:
             has_runtime_words=bool(answer.words),
             hull=answer.hull,
             notes=answer.notes,
+            nccl_version=answer.nccl_version,
         )
 
 

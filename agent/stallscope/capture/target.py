@@ -38,6 +38,7 @@ class Resolved(NamedTuple):
         hull: file offsets [from, to) of a runtime that was linked into it, its inner functions included.
         notes: what of the file could not be read.
         left_out: names the functions that the kernel leaves no room for.
+        nccl_version: "2.27.5" where the file is an NCCL or has one inside.
     """
 
     build_id: str | None
@@ -50,6 +51,7 @@ class Resolved(NamedTuple):
     has_runtime_words: bool = False
     hull: tuple[int, int] | None = None
     notes: Sequence[str] = ()
+    nccl_version: str | None = None
 
 
 @dataclass

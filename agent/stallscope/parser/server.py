@@ -11,6 +11,7 @@ import msgpack
 
 from stallscope.parser.errors import ParseError
 from stallscope.parser.infer import infer
+from stallscope.parser.ncclcomm import find_comm
 from stallscope.parser.source import Source
 from stallscope.parser.symbols import find_symbols
 
@@ -84,4 +85,6 @@ def _dispatch(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         return find_symbols(Source(fds[0], "the file"), request["names"], **extras)
     if operation == "infer":
         return infer(request, [Source(fd, f"file {index}") for index, fd in enumerate(fds)])
+    if operation == "nccl_comm":
+        return find_comm(Source(fds[0], "the file"))
     raise ParseError("cannot parse", f"operation {operation!r:.40}", "unknown")

@@ -9,6 +9,7 @@ from stallscope.parser import elf as e
 from stallscope.parser.elf import Elf
 from stallscope.parser.errors import ParseError
 from stallscope.parser.extras import digest, hull, mentioned
+from stallscope.parser.ncclcomm import GET_VERSION, nccl_version
 from stallscope.parser.source import Source
 from stallscope.parser.symtab import Match, Scan, Table, dynamic_table, full_table, scan
 
@@ -47,6 +48,7 @@ def find_symbols(
     answer = _answer(elf, found, stripped=full is None, notes=notes)
     answer["digest"] = digest(elf, [table, full]) if not names else None
     answer["words"] = mentioned(elf, words)
+    answer["nccl_version"] = nccl_version(elf, found) if GET_VERSION in found.defined else None
     answer["hull"] = hull(elf, full, found, prefixes) if full is not None and prefixes else None
     return answer
 
