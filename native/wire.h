@@ -23,6 +23,7 @@
 #define WIRE_RANGES 4      /* address ranges of probed runtimes in one process */
 #define WIRE_UID_BYTES 128 /* ncclUniqueId */
 #define WIRE_COMMS 4096    /* communicators with a sequence number */
+#define WIRE_COMM_BITS 14  /* rows of their table, as a power of 2: four times as many, then 8 looks find a free one */
 #define WIRE_FILES 32      /* file numbers in cookies */
 #define WIRE_NO_FILE 31    /* number of files beyond the 31st */
 
@@ -57,6 +58,8 @@ enum wire_ctl {
   WIRE_SEEN_ORPHAN = 8,       /* return without an entry: the call began before the link */
   WIRE_SEEN_NO_COMM = 9,      /* communicator table full: operation without sequence number */
   WIRE_SEEN_NO_SLOT = 10,     /* forked child found no free process slot */
+  WIRE_COMM_TAKEN = 11,       /* rows of the communicator table that are in use; no loss */
+  WIRE_COMM_MADE = 12,        /* communicators whose creation returned; no loss */
   WIRE_CONF_TGID = 16,        /* offset of task_struct.tgid */
   WIRE_CONF_SIGNAL = 17,      /* offset of task_struct.signal */
   WIRE_CONF_LIVE = 18,        /* offset of signal_struct.live */
@@ -159,6 +162,11 @@ struct wire_slot {
   uint64_t rows; /* threads of it that hold a row */
 };
 
+/* The operations of one communicator: key = its address + tgid * 0x9e3779b97f4a7c15, 0 = free. */
+struct wire_comm {
+  uint64_t key, next;
+};
+
 /* How far the runtime's text reaches around a probe point: with the address of a hit, its range in that process. */
 struct wire_span {
   uint64_t before, after; /* bytes; after 0 = not known */
@@ -181,5 +189,6 @@ _Static_assert(sizeof(struct wire_count) == 64, "wire_count");
 _Static_assert(sizeof(struct wire_time) == 664, "wire_time");
 _Static_assert(sizeof(struct wire_frame) == 96, "wire_frame");
 _Static_assert(sizeof(struct wire_row) == 416, "wire_row");
+_Static_assert(sizeof(struct wire_comm) == 16, "wire_comm");
 #endif
 #endif

@@ -6,12 +6,8 @@
 #ifndef VITAL_BYTES
 #define VITAL_BYTES (1 << 22)
 #endif
-#define COMM_BITS 14
-#define COMM_ROWS (1 << COMM_BITS) /* four times WIRE_COMMS: then 8 looks find a free row */
+#define COMM_ROWS (1 << WIRE_COMM_BITS)
 #define COMM_PROBES 8
-struct comm_row {
-  u64 key, next;
-};
 MAP_ARRAY(rows, struct wire_row, WIRE_ROWS);
 MAP_ARRAY(counts, struct wire_count, WIRE_PROCS *WIRE_HOOKS);
 MAP_ARRAY(times, struct wire_time, WIRE_PROCS *WIRE_TIMES);
@@ -21,7 +17,7 @@ MAP_ARRAY(ranges, struct wire_ranges, WIRE_PROCS);
 MAP_ARRAY(spans, struct wire_span, WIRE_FILES *WIRE_HOOKS);
 MAP_ARRAY(ctl, u64, WIRE_CTL_SIZE);
 MAP_HASH(procs, u32, u32, 4096); /* tgid -> slot | PROC_FOLLOW: the filter */
-MAP_ARRAY(comms, struct comm_row, COMM_ROWS);
+MAP_ARRAY(comms, struct wire_comm, COMM_ROWS);
 MAP_RING(vital, VITAL_BYTES);
 MAP_RING(bulk, BULK_BYTES);
 MAP_RING(life, 1 << 18); /* process events: apart, so that no flood of errors pushes out a fork */
@@ -123,15 +119,16 @@ INL int is_mine(struct wire_row *r, u64 cookie) {
  * communicators share a key by an accident of addresses only. 0 = free. */
 INL u64 *sequence_of(u32 tgid, u64 comm) {
   u64 key = comm + (u64)tgid * 0x9e3779b97f4a7c15ull;
-  u32 i = (u32)(key * 0x9e3779b97f4a7c15ull >> (64 - COMM_BITS));
+  u32 i = (u32)(key * 0x9e3779b97f4a7c15ull >> (64 - WIRE_COMM_BITS));
 #pragma unroll
   for (int j = 0; j < COMM_PROBES; j++) {
     u32 k = (i + j) & (COMM_ROWS - 1);
-    struct comm_row *c = comms.lookup(&k);
+    struct wire_comm *c = comms.lookup(&k);
     if (!c) return 0;
     if (c->key == key) return &c->next;
     if (c->key) continue;
     u64 seen = __sync_val_compare_and_swap(&c->key, 0, key);
+    if (!seen) bump(WIRE_COMM_TAKEN);
     if (!seen || seen == key) return &c->next;
   }
   return 0;

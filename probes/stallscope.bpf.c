@@ -107,6 +107,7 @@ INL u64 next_in_comm(struct hit *h) {
 INL void number_from_zero(u64 id, u64 comm) {
   u64 *s = sequence_of(id >> 32, comm);
   if (s) *s = 0;
+  bump(WIRE_COMM_MADE);
 }
 
 /* The entry of an NCCL call is evidence by itself ("rank 3 came"): recorded at once, before it can block. */

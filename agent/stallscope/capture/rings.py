@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from stallscope.capture._drain import ffi, lib
 
-__all__ = ["Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
+__all__ = ["Comms", "Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
            "SlotCounters", "Slots", "Spans", "Thread"]  # fmt: skip
 
 REC_BYTES, UID_BYTES = 104, 232
@@ -283,6 +283,27 @@ class Ctl(_Table):
     def set(self, index: int, value: int) -> None:
         """Change a setting, at once."""
         self._set(index, 0, value)
+
+
+class Comms:
+    """The table of communicators (native/wire.h, wire_comm): rows are taken once and never freed."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, 16 << lib.WIRE_COMM_BITS, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._words = memoryview(self._map).cast("Q")
+
+    def keys(self) -> list[int]:
+        """The key of every row, 0 where it is free. About a millisecond."""
+        return self._words[::2].tolist()
+
+    def next(self, row: int) -> int:
+        """How many operations were numbered there."""
+        return self._words[2 * row + 1]
+
+    def close(self) -> None:
+        """Unmap."""
+        self._words.release()
+        self._map.close()
 
 
 class Conf(_Table):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stallscope.capture.carriers import Carriers
+from stallscope.capture.commreader import CommReader
 from stallscope.capture.costs import Costs
 from stallscope.capture.discovery import Discovery, Lost, Mapped
 from stallscope.capture.forward import Poller
@@ -104,6 +105,7 @@ class Session:
         self._losses = Losses(self.tables.ctl.get, outbox.send)
         self._stacks = Stacks(outbox.send, self._clock)
         self._suspicion = Suspicion(self.tables, outbox.send, self._clock, self._stacks)
+        self._comms = CommReader(self.tables, parser, outbox.send)
         self._costs = costs
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None
@@ -187,6 +189,7 @@ class Session:
             self._slow(now)
         elif self._next_early_ns and now >= self._next_early_ns:
             self._check_inferred()
+        self._comms.look(self.population.live(), now)
         flying = self._send_inflight(now, final=False)
         self._suspicion.judge(now, flying, self.population.live())
         if told:

@@ -12,7 +12,7 @@ from stallscope.capture.bpfmaps import ProcsMap
 from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
-from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
+from stallscope.capture.rings import Comms, Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import BY_NAME, HOOKS
 
@@ -63,6 +63,7 @@ class Tables:
         self.ranges = Ranges(maps["ranges"])
         self.spans = Spans(maps["spans"])
         self.slots = Slots(maps["slots"])
+        self.comms = Comms(maps["comms"])
         self.procs = ProcsMap(maps["procs"])
         self._usual = threshold(settings.one_in)
         self._set_up(settings)
@@ -152,3 +153,4 @@ class Tables:
         views = (self.rows, self.counters, self.ctl, self.conf, self.ranges, self.spans, self.slots)
         for view in views:
             view.close()
+        self.comms.close()

@@ -30,7 +30,7 @@ PROCESS    proc, pid, ns_pid or nil, ppid, parent (proc) or nil, name, cmdline [
 IMAGE      proc, at_ns, name, cmdline [..], env as in PROCESS: the process execed
 EXIT       proc, at_ns, code or nil, signal or nil
 LINK       proc, library, path, build_id or nil, hooks [id..], at_ns, appeared_ns, method, missing [name..],
-           untimed: only entries are probed
+           untimed: only entries are probed, version: of an NCCL, "2.27.5" or nil
 EVENTS     count, data: `wire_rec` back to back
 UIDS       count, data: `wire_uid_rec` back to back
 SLOT       slot, proc, at_ns: from now on records with this slot belong to this process
@@ -52,7 +52,9 @@ STACK      at_ns, proc, tid, by, frames [[file or nil, line or nil, function, "p
            why nil or why there is none
 COMM       at_ns, proc, pointer, by "table", "dwarf", "code" or nil (no offsets known), rank_at: offset of the rank,
            start: the communicator's first 8 bytes, data: 64 bytes from rank_at - 24 on, both empty where unreadable,
-           samples [[n, seq..]..]: operations that we numbered in it, and NCCL's own seqNumber by function
+           version: of the NCCL whose offsets were used, as in LINK, samples [[n, seq..]..]: operations that we
+           numbered in it, and NCCL's own seqNumber by function, while no call on it was under way. A later frame about
+           the same pointer replaces an earlier one
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say

@@ -1,0 +1,254 @@
+"""Which communicators a process uses, and what NCCL keeps in them: copied, not understood (aggregate/commdata.py does).
+
+The table that numbers operations (native/wire.h, wire_comm) names every communicator that a call was made on, also of
+one that is older than the capture. A new one is read a look later, when the record of its creation has been sent; it is
+read again while it looks unfinished (inside a group, its fields are set at the end), and whenever a creation returned,
+since a new one may lie at the address of a destroyed one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stallscope.capture.blocked import read_memory
+from stallscope.capture.parser_client import CommPlace, ParserClient, ParserFailed
+from stallscope.capture.rings import InflightRow
+from stallscope.capture.tables import Tables
+from stallscope.capture.target import LinkedLibrary, Target
+from stallscope.wire.frames import Kind
+from stallscope.wire.hook_table import BY_ID
+
+__all__ = ["CommReader"]
+
+Send = Callable[[Kind, dict[str, Any]], None]
+
+# native/wire.h: enum wire_ctl, struct wire_comm.
+_TAKEN, _MADE = 11, 12
+_SPREAD = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+ADDRESS_LIMIT = 1 << 57
+MAX_RANKS = 1 << 16
+
+PERIOD_NS = 250_000_000
+BEFORE, BYTES = 24, 64  # what is copied: from so many bytes before the rank on
+NEW_A_LOOK, READ_A_LOOK = 4096, 64
+MAX_TRIES = 9  # with twice the pause each time, a minute
+SAMPLES, SAMPLED_NS = 8, 5_000_000_000
+TOLD_AT = (1, 3, SAMPLES)
+MAX_FILES = 256
+UNKNOWN = CommPlace(None, 0, None, 0, None)
+
+
+@dataclass
+class _Entry:
+    """One communicator of one process; `row` is its place in the table.
+
+    Attributes:
+        due_ns: when to read it; None when that is done.
+        told: what the last frame said (start, data).
+        counted: how many operations had been numbered at the last look.
+        samples: [our number, NCCL's counters..]; `sampled_ns` when the first was taken.
+    """
+
+    row: int
+    target: Target
+    pointer: int
+    due_ns: int | None
+    tries: int = 0
+    told: tuple[bytes, bytes] | None = None
+    place: CommPlace = UNKNOWN
+    counted: int = 0
+    samples: list[list[int]] = field(default_factory=list)
+    sampled_ns: int | None = None
+
+
+class CommReader:
+    """Sends COMM frames; `look` costs two loads when nothing is new.
+
+    Args:
+        tables: the communicator table, its counters, the threads' calls in flight.
+        parser: asked once for each file that has an NCCL.
+        send: takes frames.
+        read: copies target memory; tests give their own.
+    """
+
+    def __init__(
+        self, tables: Tables, parser: ParserClient, send: Send,
+        read: Callable[[int, list[tuple[int, int]]], list[bytes]] = read_memory,
+    ) -> None:  # fmt: skip
+        self._tables, self._parser, self._send, self._read = tables, parser, send, read
+        self._entries: dict[int, _Entry] = {}
+        self._passed: set[int] = set()
+        self._files: dict[tuple[int, ...], CommPlace] = {}
+        self._taken = self._made = 0
+        self._next_ns = 0
+        self._turn = 0
+
+    def look(self, targets: Sequence[Target], now: int) -> None:
+        """Find new communicators, read those that are due, sample their counters; at most every 250 ms."""
+        if now < self._next_ns:
+            return
+        self._next_ns = now + PERIOD_NS
+        taken, made = self._tables.ctl.get(_TAKEN), self._tables.ctl.get(_MADE)
+        if made != self._made:
+            self._made = made
+            for entry in self._entries.values():
+                entry.due_ns, entry.tries = now + PERIOD_NS // 2, 0
+        if taken != self._taken:
+            self._find(targets, now)
+            self._taken = len(self._entries) + len(self._passed)
+        if self._entries:
+            self._read_due(now)
+            self._sample_some(now)
+
+    def _find(self, targets: Sequence[Target], now: int) -> None:
+        keys = self._tables.comms.keys()
+        fresh = [(row, key) for row, key in enumerate(keys) if key and row not in self._entries]
+        fresh = [(row, key) for row, key in fresh if row not in self._passed]
+        for row, key in fresh[:NEW_A_LOOK]:
+            owner = self._owner(targets, key)
+            if owner is None:
+                self._passed.add(row)
+            else:
+                self._entries[row] = _Entry(row, *owner, due_ns=now + PERIOD_NS // 2)
+
+    def _owner(self, targets: Sequence[Target], key: int) -> tuple[Target, int] | None:
+        """Whose key that is: addresses are below 2^57, other processes' keys rarely look like one."""
+        found: tuple[Target, int] | None = None
+        for target in targets:
+            pointer = (key - target.pid * _SPREAD) & _MASK
+            if not 0 < pointer < ADDRESS_LIMIT:
+                continue
+            if found is None or (found[1] % 8, found[1]) > (pointer % 8, pointer):
+                found = target, pointer
+        return found
+
+    def _read_due(self, now: int) -> None:
+        due = [entry for entry in self._entries.values() if entry.due_ns is not None and entry.due_ns <= now]
+        for entry in due[:READ_A_LOOK]:
+            self._read_one(entry, now)
+
+    def _read_one(self, entry: _Entry, now: int) -> None:
+        if entry.target.ended:
+            del self._entries[entry.row]
+            self._passed.add(entry.row)
+            return
+        counted = self._tables.comms.next(entry.row)
+        place, start, data = self._fitting(entry)
+        is_other = entry.told is not None and ((start, data) != entry.told or counted < entry.counted)
+        entry.counted = counted
+        if is_other or entry.told is None:
+            entry.samples, entry.sampled_ns = [], None
+        entry.tries += 1
+        is_done = _is_finished(data) or entry.tries >= MAX_TRIES
+        entry.due_ns = None if is_done else now + (PERIOD_NS << entry.tries) - PERIOD_NS // 2
+        # What is not finished yet may still become it; a reader takes the last frame.
+        if entry.told is None or is_other:
+            entry.place, entry.told = place, (start, data)
+            self._tell(entry, now)
+
+    def _fitting(self, entry: _Entry) -> tuple[CommPlace, bytes, bytes]:
+        """The library whose offsets make sense of the memory, else the first; and the memory."""
+        found: list[tuple[CommPlace, bytes, bytes]] = []
+        for place in self._places(entry.target):
+            start, data = b"", b""
+            if place.by is not None:
+                ranges = [(entry.pointer, 8), (entry.pointer + place.rank_at - BEFORE, BYTES)]
+                start, data = self._read(entry.target.pid, ranges)
+            if _is_finished(data):
+                return place, start, data
+            found.append((place, start, data))
+        return found[0] if found else (UNKNOWN, b"", b"")
+
+    def _places(self, target: Target) -> list[CommPlace]:
+        libraries = [lib for lib in target.linked.values() if lib.library == "NCCL" and lib.fd >= 0]
+        return [self._place(library) for library in libraries]
+
+    def _place(self, library: LinkedLibrary) -> CommPlace:
+        try:
+            info = os.fstat(library.fd)
+        except OSError:
+            return UNKNOWN
+        key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
+        if key not in self._files:
+            if len(self._files) >= MAX_FILES:
+                self._files.clear()
+            self._files[key] = self._ask(library.fd)
+        return self._files[key]
+
+    def _ask(self, fd: int) -> CommPlace:
+        """A file that the parser can't read is as good as one that tells nothing."""
+        try:
+            return self._parser.nccl_comm(fd)
+        except ParserFailed:
+            return UNKNOWN
+
+    def _tell(self, entry: _Entry, now: int) -> None:
+        start, data = entry.told or (b"", b"")
+        place = entry.place
+        self._send(
+            Kind.COMM,
+            {"at_ns": now, "proc": entry.target.proc, "pointer": entry.pointer, "by": place.by,
+             "rank_at": place.rank_at, "start": start, "data": data, "version": place.version,
+             "samples": entry.samples},
+        )  # fmt: skip
+
+    def _sample_some(self, now: int) -> None:
+        wanted = [entry for entry in self._entries.values() if _wants_samples(entry, now)]
+        if not wanted:
+            return
+        self._turn = (self._turn + READ_A_LOOK) % len(wanted) if len(wanted) > READ_A_LOOK else 0
+        busy = _Busy(self._tables.rows.inflight())
+        for entry in (wanted[self._turn :] + wanted)[: min(READ_A_LOOK, len(wanted))]:
+            self._sample(entry, now, busy)
+
+    def _sample(self, entry: _Entry, now: int, busy: _Busy) -> None:
+        """NCCL counts at the launch, we at the entry: only where no call is under way are the two comparable."""
+        before = self._tables.comms.next(entry.row)
+        place = entry.place
+        if entry.target.ended or place.seq_at is None or busy.has(entry.target.pid, entry.pointer):
+            return
+        (words,) = self._read(entry.target.pid, [(entry.pointer + place.seq_at, 8 * place.functions)])
+        if not words or self._tables.comms.next(entry.row) != before:
+            return
+        entry.samples.append([before, *struct.unpack(f"<{place.functions}Q", words)])
+        entry.sampled_ns = entry.sampled_ns or now
+        if len(entry.samples) in TOLD_AT:
+            self._tell(entry, now)
+
+
+class _Busy:
+    """Calls under way: on a communicator, or of a group, which may launch on any."""
+
+    def __init__(self, rows: list[InflightRow]) -> None:
+        self._words: set[tuple[int, int]] = set()
+        self._groups: set[int] = set()
+        for row in rows:
+            for frame in row.frames:
+                hook = BY_ID.get(frame.hook)
+                if hook is not None and hook.library == "NCCL":
+                    self._words.update((row.tgid, word) for word in frame.a)
+                    if hook.kind == "group":
+                        self._groups.add(row.tgid)
+
+    def has(self, tgid: int, pointer: int) -> bool:
+        """Whether a call of that process may be about that communicator."""
+        return tgid in self._groups or (tgid, pointer) in self._words
+
+
+def _wants_samples(entry: _Entry, now: int) -> bool:
+    if entry.place.seq_at is None or entry.due_ns is not None or len(entry.samples) >= SAMPLES:
+        return False
+    return entry.sampled_ns is None or now - entry.sampled_ns < SAMPLED_NS
+
+
+def _is_finished(data: bytes) -> bool:
+    """Whether a rank and a size stand there."""
+    if len(data) != BYTES:
+        return False
+    rank, nranks = struct.unpack_from("<ii", data, BEFORE)
+    return bool(0 <= rank < nranks <= MAX_RANKS)
