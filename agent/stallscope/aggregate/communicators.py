@@ -1,82 +1,25 @@
-"""Communicators as far as their creation is seen: who joined, by which id, with which result."""
+"""Communicators: who created them, by which id, with which result; and those that were there before."""
 
 from __future__ import annotations
 
-import ipaddress
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from stallscope.aggregate.commdata import CommData
+from stallscope.aggregate.communicator import IN_PROGRESS, SUCCESS, Communicator, Member, root_address
 from stallscope.aggregate.events import ABANDONED, ENTER, NO_OUT
 from stallscope.aggregate.hooks import Hooks
 from stallscope.aggregate.limits import Overflow
+from stallscope.aggregate.matching import Matching, key_of
 from stallscope.aggregate.process import Process
-
-try:
-    # hashlib loads OpenSSL, 3.6 MB of a process that must stay small; this module is the same function without it.
-    from _blake2 import blake2b
-except ImportError:
-    from hashlib import blake2b
 
 __all__ = ["Communicator", "Communicators", "Member", "root_address"]
 
-SUCCESS, IN_PROGRESS = 0, 7
-AF_INET, AF_INET6 = 2, 10
 NO_COLOR = -1
 MAX_DEVICES = 256
-
-
-@dataclass
-class Member:
-    """One rank's part in a communicator.
-
-    Attributes:
-        rank: None where it is not among the arguments of the call.
-        pointer: the rank's ncclComm_t, None until it is known.
-        status: what the creation returned, None while it has not.
-        next_seq: how many operations it numbered, once another communicator lies at its address.
-    """
-
-    proc: int
-    pid: int
-    tid: int
-    rank: int | None
-    device: int | None = None
-    pointer: int | None = None
-    status: int | None = None
-    abandoned: bool = False
-    next_seq: int | None = None
-
-
-@dataclass
-class Communicator:
-    """One communicator; `id` is a hash of how it came to be, so that all ranks of it get the same."""
-
-    id: str
-    unique_id: bytes | None
-    nranks: int | None
-    parent: str | None
-    has_uid: bool
-    at_ns: int
-    matched: bool = True
-    members: list[Member] = field(default_factory=list)
-
-    @property
-    def uid(self) -> str | None:
-        """The first 8 bytes of the ncclUniqueId in memory order."""
-        return self.unique_id[:8].hex() if self.unique_id else None
-
-    @property
-    def status(self) -> int | None:
-        """The first failure among the members, else what they returned; None while nobody has."""
-        seen = [m.status for m in self.members if m.status is not None]
-        return next((s for s in seen if s not in (SUCCESS, IN_PROGRESS)), max(seen, default=None))
-
-    @property
-    def verified(self) -> bool:
-        """Whether a creation succeeded, for a communicator whose ranks can be told to be the same one's."""
-        return self.matched and any(m.status == SUCCESS for m in self.members)
+MAX_NOTES = 64
 
 
 @dataclass
@@ -86,23 +29,9 @@ class _Creation:
     communicators: list[tuple[Communicator, Member]]
 
 
-def _key(*parts: object) -> str:
-    return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-
-
 def _signed(word: int) -> int:
     value: int = struct.unpack("<i", struct.pack("<I", word & 0xFFFFFFFF))[0]
     return value
-
-
-def root_address(unique_id: bytes) -> str | None:
-    """Where the communicator's bootstrap root listens, e.g. "10.0.0.7:41833"; None for no socket address."""
-    family, port = struct.unpack_from("<H", unique_id, 8)[0], struct.unpack_from(">H", unique_id, 10)[0]
-    if family == AF_INET:
-        return f"{ipaddress.IPv4Address(unique_id[12:16])}:{port}"
-    if family == AF_INET6:
-        return f"[{ipaddress.IPv6Address(unique_id[16:32])}]:{port}"
-    return None
 
 
 class Communicators:
@@ -110,6 +39,9 @@ class Communicators:
 
     Attributes:
         restart: (proc, pointer, at_ns) -> the sequence number that the communicator there had come to; it begins again.
+        moved: called with (proc, pointer) when what lies there turns out to be part of another communicator than told
+            before; its operations go on.
+        notes: what does not fit together.
     """
 
     def __init__(self, hooks: Hooks, overflow: Overflow) -> None:
@@ -120,7 +52,14 @@ class Communicators:
         self._children: dict[tuple[int, str], int] = {}
         self._attempts: dict[tuple[bytes, int, int, int | None], int] = {}
         self._members = 0
+        self._matching = Matching(self)
         self.restart: Callable[[int, int, int], int] = lambda proc, pointer, at_ns: 0
+        self.moved: Callable[[int, int], None] = lambda proc, pointer: None
+        self.notes: dict[str, None] = {}
+
+    def read(self, process: Process, data: CommData) -> None:
+        """What was found in a communicator's memory."""
+        self._matching.take(process, data)
 
     def find(self, proc: int, pointer: int) -> tuple[Communicator, Member] | None:
         """The communicator behind a process's ncclComm_t."""
@@ -132,8 +71,17 @@ class Communicators:
         return (0, "exact") if found and found[1].status in (SUCCESS, IN_PROGRESS) else None
 
     def samples(self, proc: int, pointer: int) -> list[tuple[int, int]]:
-        """(our number, collectives by NCCL's own count) at moments when both stood still."""
-        return []
+        """(our number, collectives by NCCL's own count) at moments when both stood still.
+
+        NCCL counts broadcast, reduce, all-gather, reduce-scatter and all-reduce, of more than nothing, among more than
+        one rank, and not while a graph is captured.
+        """
+        found = self.find(proc, pointer)
+        return list(found[1].read.samples) if found and found[1].read else []
+
+    def is_creating(self, proc: int) -> bool:
+        """Whether that process is creating a communicator."""
+        return any(key[0] == proc for key in self._open)
 
     def creations(self) -> list[tuple[int, int, int, int, Communicator, Member]]:
         """Creations that have not returned: (proc, tid, hook, since_ns, communicator, member)."""
@@ -171,29 +119,32 @@ class Communicators:
                 return self._begin_child(process, member, name, a, ts, nranks)
         else:
             member.rank, nranks = _signed(a[2]), _signed(a[1])
-        return self._joined(self._of_uid(process, member, uid, nranks, ts), member)
+        comm = self._of_uid(process, member, uid, nranks, ts)
+        if comm:
+            comm.learn_version(process.nccl_version)
+        return self.joined(comm, member)
 
     def _of_uid(self, process: Process, member: Member, uid: bytes | None, nranks: int, ts: int) -> Communicator | None:
         if uid is None:
-            lonely = _key("lonely", process.proc, member.tid, ts)
-            return self._make(lonely, Communicator(lonely, None, nranks, None, True, ts, matched=False))
+            lonely = key_of("lonely", process.proc, member.tid, ts)
+            return self.make(lonely, Communicator(lonely, None, nranks, None, True, ts, matched=False))
         # The same id again by the same rank is another attempt, not another member.
         place = (uid, nranks, member.proc, member.rank)
         attempt = self._attempts.get(place, 0)
         if not attempt and self._overflow.full("communicator creations", len(self._attempts)):
             return None
         self._attempts[place] = attempt + 1
-        number = _key("uid", uid, nranks, attempt)
-        return self._make(number, Communicator(number, uid, nranks, None, True, ts))
+        number = key_of("uid", uid, nranks, attempt)
+        return self.make(number, Communicator(number, uid, nranks, None, True, ts, exact=True))
 
     def _begin_child(
         self, process: Process, member: Member, name: str, a: list[int], ts: int, nranks: int | None = None
     ) -> _Creation:
         parent = self.find(process.proc, a[0])
         if parent is None:
-            number = _key("child", process.proc, member.tid, ts)
+            number = key_of("child", process.proc, member.tid, ts)
             child = Communicator(number, None, nranks, None, False, ts, matched=False)
-            return self._joined(self._make(number, child), member)
+            return self.joined(self.make(number, child), member)
         # All ranks of a communicator split it in the same order: the ordinal is the same everywhere.
         place = (process.proc, f"{parent[0].id}/{parent[1].rank}")
         ordinal = self._children.get(place, 0)
@@ -202,39 +153,75 @@ class Communicators:
         color = _signed(a[1]) if name == "ncclCommSplit" else 0
         if name == "ncclCommSplit" and color == NO_COLOR:
             return _Creation([])
-        number = _key(name, parent[0].id, ordinal, color)
-        return self._joined(self._make(number, Communicator(number, None, nranks, parent[0].id, False, ts)), member)
+        number = key_of(name, parent[0].id, ordinal, color)
+        child = Communicator(number, None, nranks, parent[0].id, False, ts, exact=parent[0].exact)
+        child.learn_version(parent[0].version)
+        # Grown ones have a hash of their own kind.
+        child.hash = parent[0].hash_of_child(ordinal + 1, color) if name != "ncclCommGrow" else None
+        return self.joined(self.make(number, child), member)
 
     def _begin_all(self, process: Process, rec: Any, a: list[int]) -> _Creation:
         tid, ts, ranks = int(rec["tid"]), int(rec["ts_ns"]), max(0, _signed(a[1]))
-        number = _key("all", process.proc, tid, ts)
-        made = self._make(number, Communicator(number, None, ranks, None, False, ts))
+        number = key_of("all", process.proc, tid, ts)
+        made = self.make(number, Communicator(number, None, ranks, None, False, ts, exact=True))
+        if made:
+            made.learn_version(process.nccl_version)
+            self._matching.expect(process.proc, made)
         joined: list[tuple[Communicator, Member]] = []
         for rank in range(min(ranks, MAX_DEVICES)):
             # devlist == NULL means device i for rank i; else the devices stand in the caller's memory.
             member = Member(process.proc, process.pid, tid, rank, device=None if a[2] else rank)
-            joined += self._joined(made, member).communicators
+            joined += self.joined(made, member).communicators
         return _Creation(joined)
 
-    def _make(self, number: str, fresh: Communicator) -> Communicator | None:
+    def make(self, number: str, fresh: Communicator) -> Communicator | None:
+        """The communicator of that id, new if there is none; None when there is no room."""
         if number not in self.table:
             if self._overflow.full("communicators", len(self.table)):
                 return None
             self.table[number] = fresh
         return self.table[number]
 
-    def _joined(self, comm: Communicator | None, member: Member) -> _Creation:
-        if comm is None or self._overflow.full("communicator members", self._members):
-            return _Creation([])
+    def join(self, comm: Communicator, member: Member) -> bool:
+        """Add a member; False when there is no room."""
+        if self._overflow.full("communicator members", self._members):
+            return False
         self._members += 1
         comm.members.append(member)
-        return _Creation([(comm, member)])
+        if member.rank is not None:
+            comm.at_rank.setdefault(member.rank, member)
+        return True
+
+    def joined(self, comm: Communicator | None, member: Member) -> _Creation:
+        """A creation of that communicator by that member."""
+        return _Creation([(comm, member)]) if comm and self.join(comm, member) else _Creation([])
+
+    def leave(self, comm: Communicator, member: Member) -> None:
+        """Take a member out that turned out to be another one's; with its last member the communicator goes."""
+        comm.members.remove(member)
+        self._members -= 1
+        if member.rank is not None and comm.at_rank.get(member.rank) is member:
+            del comm.at_rank[member.rank]
+        if not comm.members:
+            self.table.pop(comm.id, None)
+
+    def settle(self, place: tuple[int, int], comm: Communicator, member: Member) -> None:
+        """From now on the communicator of that process at that address is this one."""
+        if place in self._by_pointer or not self._overflow.full("communicator pointers", len(self._by_pointer)):
+            member.pointer = place[1]
+            self._by_pointer[place] = (comm, member)
+
+    def note(self, text: str) -> None:
+        """What does not fit together."""
+        if len(self.notes) < MAX_NOTES:
+            self.notes[text] = None
 
     def _end(self, process: Process, rec: Any, creation: _Creation) -> None:
         abandoned = int(rec["kind"]) == ABANDONED
         for _, member in creation.communicators:
             member.abandoned = abandoned
             member.status = None if abandoned else int(rec["status"])
+            member.made_ns = int(rec["ts_ns"]) + int(rec["dur_ns"])
         # A grown communicator's old ranks pass no id; NO_OUT then speaks of the id, and a null result says the rest.
         grow = self._hooks.get(int(rec["hook"])).name == "ncclCommGrow"
         pointer = int(rec["a"][7])
@@ -243,9 +230,11 @@ class Communicators:
             return
         comm, member = creation.communicators[0]
         member.pointer = pointer
-        place = (process.proc, pointer)
-        last = self.restart(*place, int(rec["ts_ns"]) + int(rec["dur_ns"]))
+        self.start_over((process.proc, pointer), member.made_ns)
+        self.settle((process.proc, pointer), comm, member)
+
+    def start_over(self, place: tuple[int, int], at_ns: int) -> None:
+        """What lies at that address from now on is another communicator."""
+        last = self.restart(*place, at_ns)
         if place in self._by_pointer:
             self._by_pointer[place][1].next_seq = last
-        if place in self._by_pointer or not self._overflow.full("communicator pointers", len(self._by_pointer)):
-            self._by_pointer[place] = (comm, member)

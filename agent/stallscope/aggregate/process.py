@@ -9,6 +9,7 @@ import numpy as np
 
 from stallscope.aggregate.checks import BadField, integer, items, mapping, maybe_integer, maybe_text, raw, text, texts
 from stallscope.aggregate.hooks import WIRE_HOOKS, WIRE_TIMES, Hooks
+from stallscope.aggregate.identity import Version, version_of
 from stallscope.aggregate.limits import Overflow
 from stallscope.wire.columns import COUNT, TIME
 from stallscope.wire.frames import Body
@@ -28,13 +29,14 @@ class Counts(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A library that was linked in a process."""
+    """A library that was linked in a process; `version` of an NCCL, where its file tells."""
 
     library: str
     path: str
     hooks: frozenset[int]
     at_ns: int
     appeared_ns: int
+    version: Version | None = None
 
 
 class Exit(NamedTuple):
@@ -49,7 +51,8 @@ class Exit(NamedTuple):
 class Process:
     """One process; `order` is its place in the stream, `events` the call events that it sent as records.
 
-    `entry_only`: hooks whose returns were not probed in some library of it, so that nothing is known of durations.
+    `env`: what its environment said at the exec of its place in the job. `entry_only`: hooks whose returns were not
+    probed in some library of it, so that nothing is known of durations.
     """
 
     proc: int
@@ -72,6 +75,12 @@ class Process:
     entry_only: set[int] = field(default_factory=set)
     runtime_calls_before_driver: int = 0
     env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nccl_version(self) -> Version | None:
+        """Of its NCCL, where it has exactly one and that one's file tells."""
+        versions = {link.version for link in self.links if link.library == "NCCL"}
+        return versions.pop() if len(versions) == 1 else None
 
     def runtime_calls(self, hooks: Hooks) -> int:
         """Launches and waits of the CUDA runtime: each makes a driver call somewhere."""
@@ -146,7 +155,8 @@ class Processes:
         if not all(type(h) is int and 0 <= h < WIRE_HOOKS for h in hooks):
             raise BadField("hooks holds something else than hook ids")
         library, path = text(body, "library"), text(body, "path")
-        link = Link(library, path, frozenset(hooks), integer(body, "at_ns"), integer(body, "appeared_ns"))
+        version = version_of(maybe_text(body, "version"))
+        link = Link(library, path, frozenset(hooks), integer(body, "at_ns"), integer(body, "appeared_ns"), version)
         if process is None:
             return None
         if body.get("untimed") is True:

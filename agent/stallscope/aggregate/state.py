@@ -19,6 +19,7 @@ from stallscope.aggregate.checks import (
     text,
     texts,
 )
+from stallscope.aggregate.commdata import comm_data
 from stallscope.aggregate.communicators import Communicators
 from stallscope.aggregate.events import NESTED, NO_OUT, WIRE_PROCS, Events
 from stallscope.aggregate.flight import Flight
@@ -120,6 +121,7 @@ class State:
             Kind.HOST: self.hosts.look,
             Kind.STACK: self.hosts.stack,
             Kind.SUSPECT: self.hosts.suspect,
+            Kind.COMM: self._comm,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,
@@ -235,6 +237,11 @@ class State:
             if process and self.hooks.is_creator[rec["hook"]] and not rec["flags"] & NESTED:
                 uid = None if rec["flags"] & NO_OUT else row["uid"].tobytes()
                 self.communicators.record(process, rec, uid)
+
+    def _comm(self, body: Body) -> None:
+        data, process = comm_data(body), self.processes.get(body)
+        if process:
+            self.communicators.read(process, data)
 
     def _slot(self, body: Body) -> None:
         slot = integer(body, "slot", 0, WIRE_PROCS)

@@ -95,7 +95,8 @@ def _gap(state: State, gap: Any) -> Row:
 
 def _notes(state: State, accounting: Accounting) -> list[str]:
     told = [f"{_named(state, proc)}{text}" for proc, text in state.notes]
-    notes = [*told, *hidden(state), *accounting.notes, *state.overflow.notes(), *state.witnesses.notes]
+    notes = [*told, *hidden(state), *accounting.notes, *state.communicators.notes, *state.overflow.notes()]
+    notes += state.witnesses.notes
     if state.unknown_kinds:
         notes.append(f"{state.unknown_kinds} frames of a kind that this version does not know were skipped")
     if state.processes.unknown_frames:
@@ -142,7 +143,7 @@ def _process(state: State, process: Process) -> Row:
         "cmdline": process.cmdline,
         "container_id": process.container_id,
         "role": None,
-        "global_rank": None,
+        "global_rank": process.global_rank,
         "start_ns": since(state, process.start_ns),
         "first_cuda_at_ns": None,
         "exit": ended
@@ -177,8 +178,8 @@ def _communicator(state: State, comm: Communicator) -> Row:
         "id": comm.id,
         "uid": comm.uid,
         "unique_id": comm.unique_id.hex() if comm.unique_id else None,
-        "comm_hash": None,
-        "log_comm_id": None,
+        "comm_hash": None if comm.hash is None else hex(comm.hash),
+        "log_comm_id": None if comm.log_comm_id is None else hex(comm.log_comm_id),
         "root_addr": root_address(comm.unique_id) if comm.unique_id else None,
         "nranks": comm.nranks,
         "parent": comm.parent,
@@ -189,6 +190,7 @@ def _communicator(state: State, comm: Communicator) -> Row:
 
 
 def _member(state: State, member: Any) -> Row:
+    process = state.processes.table.get(member.proc)
     numbered = member.next_seq
     if numbered is None and member.pointer:
         numbered = state.events.next_seq.get((member.proc, member.pointer), 0)
@@ -196,7 +198,7 @@ def _member(state: State, member: Any) -> Row:
         "proc": member.proc,
         "pid": member.pid,
         "rank": member.rank,
-        "global_rank": None,
+        "global_rank": process.global_rank if process else None,
         "device": member.device,
         "next_seq": numbered,
         "status": member.status,

@@ -15,7 +15,7 @@
 
 enum {
   VERSION = 22705,
-  FUNCTIONS = 8, /* seqNumber is indexed by `enum function` */
+  FUNCTIONS = 5, /* seqNumber is indexed by `enum function`, of which it has the collectives */
   MAX_USER_OPS = 64,
   SIZE = 0x107c00,
   AT_MAGIC = 0x1044a8,

@@ -199,11 +199,19 @@ static ncclResult_t launch(struct ncclComm *comm, struct operation *operations, 
   return ncclSuccess;
 }
 
+/* As NCCL's own, for its RAS: collectives, at the launch, and none of a graph. */
+static void number(struct ncclComm *comm, const struct operation *operation) {
+  int capturing = 0;
+  if (operation->function > ALL_REDUCE || comm->nRanks == 1) return;
+  if (sim_driver()->cuStreamIsCapturing(operation->stream, &capturing) || capturing) return;
+  __atomic_fetch_add(&comm->seqNumber[operation->function], 1, __ATOMIC_RELAXED);
+}
+
 ncclResult_t sim_plan_launch(struct ncclComm *comm, struct operation *operations, size_t count) {
   void *group = sim_profiler_group(comm);
   for (size_t i = 0; i < count; i++) {
-    comm->seqNumber[operations[i].function]++;
     sim_profiler_enqueued(&operations[i], group);
+    number(comm, &operations[i]);
   }
   sim_driver()->cuCtxPushCurrent_v2(comm->state->context);
   ncclResult_t result = launch(comm, operations, count);

@@ -124,7 +124,7 @@ void *sim_profiler_group(struct ncclComm *comm) {
 
 static void *start_coll(const struct operation *op, void *group) {
   struct event_v4 event = {.type = EVENT_COLL, .parent = group};
-  event.coll.number = op->comm->seqNumber[op->function] - 1;
+  event.coll.number = op->comm->seqNumber[op->function];
   event.coll.function = functions[op->function];
   event.coll.send = op->send;
   event.coll.recv = op->recv;
