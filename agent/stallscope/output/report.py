@@ -185,7 +185,7 @@ def _communicator(state: State, comm: Communicator) -> Row:
         "parent": comm.parent,
         "identity": "verified" if comm.verified else "unverified",
         "status": comm.status,
-        "members": [_member(state, member) for member in comm.members],
+        "members": [_member(state, m) for m in sorted(comm.members, key=lambda m: (m.rank is None, m.rank or 0))],
     }
 
 
