@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-HEADER = struct.Struct("<q")
+HEADER = struct.Struct("<qq")  # the last step, and when the time is up
 ROW = struct.Struct("<qqqq32s")  # steps, operations, pid, time of entering, name of the call
 SLOT_BYTES = 64
 
@@ -41,7 +41,16 @@ class Board:
 
     @last_step.setter
     def last_step(self, step: int) -> None:
-        HEADER.pack_into(self._memory, 0, step)
+        HEADER.pack_into(self._memory, 0, step, self.until_ns)
+
+    @property
+    def until_ns(self) -> int:
+        """When the time is up; 0 while ranks are still starting."""
+        return int(HEADER.unpack_from(self._memory, 0)[1])
+
+    @until_ns.setter
+    def until_ns(self, at_ns: int) -> None:
+        HEADER.pack_into(self._memory, 0, self.last_step, at_ns)
 
     def write(self, rank: int, place: Place) -> None:
         row = ROW.pack(place.steps, place.operations, place.pid, place.since_ns, place.api.encode()[:32])

@@ -48,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hold", action="store_true", help="start the ranks when a line comes on stdin")
     parser.add_argument("--check", action="store_true", help="only say whether these options are right")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--until-ns", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser
 

@@ -29,7 +29,7 @@ def run_rank(args: argparse.Namespace) -> int:
     time.sleep(args.load_time)  # as the import of a framework does: a tracer sees the libraries before they are used
     injector = Injector(args.plan, args.layout, args.rank, folder, runtime)
     trainer = Trainer(runtime, args, injector, loaders)
-    trainer.train(args.until_ns, args.steps, 3 + args.ahead // LEAST_OPERATIONS)
+    trainer.train(args.steps, 3 + args.ahead // LEAST_OPERATIONS)
     trainer.finish()
     _report(folder, args, trainer, start_ns)
     return 0

@@ -205,14 +205,14 @@ class Trainer:
         self.runtime.slot.steps = self.steps
         self.runtime.slot.leave()
 
-    def train(self, until_ns: int, steps: int, margin: int) -> None:
+    def train(self, steps: int, margin: int) -> None:
         """Rank 0 says which step is the last: `margin` steps on, which nobody can have begun."""
         board = self.runtime.slot.board
         next_checkpoint_ns = time.monotonic_ns() + int(self.checkpoint_every_s * 1e9)
         while (last := board.last_step or steps) == 0 or self.steps < last:
             self.step()
             now_ns = time.monotonic_ns()
-            if self.rank == 0 and not board.last_step and now_ns >= until_ns:
+            if self.rank == 0 and not board.last_step and 0 < board.until_ns <= now_ns:
                 board.last_step = min(self.steps + margin, steps or self.steps + margin)
             if self.rank == 0 and now_ns >= next_checkpoint_ns:
                 self.save_checkpoint()
