@@ -177,7 +177,10 @@ def test_blocked_ranks_sleep_in_the_kernel(tmp_path: Path) -> None:
     process = subprocess.Popen(command(truth, *options), env=ENVIRONMENT)
     time.sleep(3)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    asleep = {int(pid): waits(int(pid)) for pid in children}
+    end_s = time.monotonic() + 15  # on a busy machine the block comes later
+    while not all((asleep := {int(pid): waits(int(pid)) for pid in children}).values()) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    time.sleep(1)  # for the launcher to see that nothing moves
     process.terminate()
     process.wait(10)
     said = json.loads(truth.read_text())
