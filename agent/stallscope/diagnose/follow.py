@@ -28,3 +28,4 @@ class Follower:
     def finish(self, ending: Ending | None) -> None:
         """The stream is over; `ending` says how, None after a farewell."""
         self.state.finish(ending)
+        self.watch.finish()

@@ -42,8 +42,9 @@ class Announcer:
             label = f", {incident.label}" if incident.label else ""
             lines.append(f"incident {incident.id} ({incident.kind}{label}): {clean(incident.summary)}")
             lines.append(f"  next: {clean(incident.next)}")
-        if incident.end_ns is not None and incident.id not in self._ended:
+        lasted = None if incident.end_ns is None else incident.end_ns - incident.start_ns
+        if lasted and incident.id not in self._ended:  # nothing ends that was but a moment
             self._ended.add(incident.id)
-            how, lasted = OUTCOMES.get(incident.outcome, incident.outcome), incident.end_ns - incident.start_ns
+            how = OUTCOMES.get(incident.outcome, incident.outcome)
             lines.append(f"incident {incident.id} {how} after {duration(lasted)}")
         return lines

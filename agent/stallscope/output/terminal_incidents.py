@@ -66,10 +66,11 @@ def _block(row: Row, report: Row, page: Console) -> None:
 
 def _title(row: Row) -> str:
     how = OUTCOMES.get(row["outcome"], row["outcome"]) if row["ended"] else "NOT OVER"
+    lasted = f", {how} after {least(row, 'duration_ns', duration)}" if row["duration_ns"] else ""
     label = f" ({row['label'].replace('_', ' ')})" if row["label"] else ""
     meaning = MEANING.get(row["class"])
     what = f"{row['class']}: {meaning}" if meaning else row["class"]
-    return f"INCIDENT {row['id']}, {how} after {least(row, 'duration_ns', duration)}{label}: {what}"
+    return f"INCIDENT {row['id']}{lasted}{label}: {what}"
 
 
 def _facts(row: Row, report: Row) -> Iterator[tuple[str, str]]:
