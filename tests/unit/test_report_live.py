@@ -154,7 +154,7 @@ class Alarm:
     """A diagnosis that finds an incident at its third look, and sees it end at the fifth."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        self.looks = self.ends = 0
         self.incidents: list[Incident] = []
         self.episodes: list[Episode] = []
         self.collectives: list[Collective] = []
@@ -165,6 +165,9 @@ class Alarm:
             self.incidents.append(incident())
         if self.looks == 5:
             self.incidents[0].end_ns, self.incidents[0].outcome = START + 4 * SECOND, "resolved"
+
+    def finish(self) -> None:
+        self.ends += 1
 
 
 def test_incidents_are_told_while_the_capture_runs() -> None:
@@ -187,7 +190,7 @@ def test_incidents_are_told_while_the_capture_runs() -> None:
     reader.join(10)
     theirs.close()
     assert [line.split()[0] for line in told.splitlines()] == ["incident", "next:", "incident"]
-    assert err.getvalue() == told and alarm.looks == 6
+    assert err.getvalue() == told and (alarm.looks, alarm.ends) == (6, 1)
 
 
 def test_no_look_after_the_end() -> None:

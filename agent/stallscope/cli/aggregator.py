@@ -38,6 +38,7 @@ def receive(sock: socket.socket, follower: Follower, recorder: Recorder | None, 
                 if follower.apply(frame):
                     announcer.look(follower.watch)
                 if frame.kind == Kind.BYE:
+                    follower.finish(None)
                     return
     except BadFrame as error:
         follower.finish(Ending(error.offset, 0, error.why))
