@@ -21,7 +21,7 @@ NO_COOKIES_OBJECT := $(BUILD)/probes/stallscope.nocookies.bpf.o
 MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
-.PHONY: help build generate demo test test-unit test-root test-libs test-torch test-gpu lint fuzz bench clean
+.PHONY: help build generate demo test test-unit test-root test-libs test-torch test-culprit test-gpu lint fuzz bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -68,13 +68,13 @@ demo: build ## a simulated job of 8 ranks that one of them blocks, traced
 	$(Q)$(VENV)/bin/stallscope demo --ranks 8 --fault never
 
 test: build lint ## all tests that a machine without a GPU can run
-	$(Q)$(PY) -m pytest tests/unit tests/sim tests/integration tests/fuzz
+	$(Q)$(PY) -m pytest tests/unit tests/sim tests/integration tests/culprit tests/fuzz
 
 test-unit: build ## only what needs no privileges
 	$(Q)$(PY) -m pytest tests/unit tests/sim tests/fuzz
 
 test-root: build ## all tests; a privileged one that can't run is a failure
-	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest tests/unit tests/sim tests/integration tests/fuzz
+	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest tests/unit tests/sim tests/integration tests/culprit tests/fuzz
 
 test-libs: build ## real libcudart and libnccl in every supported version
 	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_LIBS=1 $(PY) -m pytest tests/integration/test_real_libraries.py
@@ -93,6 +93,11 @@ $(TORCH_VENV)/installed.stamp: tests/torch/requirements.txt
 
 test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 4 minutes)
 	$(Q)$(PY) -m pytest tests/torch --durations=5
+
+test-culprit: build ## every fault, hosts in step and ahead, three seeds, attached early and late; a healthy job (1.5 hours)
+	$(Q)code=0; $(PY) -m tests.culprit --mode all --seeds 3 || code=1; \
+	STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_HEALTHY_SECONDS=600 $(PY) -m pytest -v tests/culprit/test_long.py tests/culprit/test_losses.py || code=1; \
+	STALLSCOPE_MODEL_SEEDS=100 $(PY) -m pytest -v tests/model || code=1; exit $$code
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
 	$(Q)sh tests/gpu/run.sh
