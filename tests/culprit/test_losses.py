@@ -64,11 +64,16 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, _bpf_refusal: str) -> Iter
     yield record(tmp_path_factory.mktemp("healthy") / "a.stall")
 
 
+def report_of(path: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "stallscope.cli.main", "report", str(path), "--json"]
+    report: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
+    return report
+
+
 def incidents_without(recorded: Recorded, loss: Loss, folder: Path) -> list[dict[str, Any]]:
     path = folder / "cut.stall"
     assert cut(recorded.frames, loss, path) > 0
-    command = [sys.executable, "-m", "stallscope.cli.main", "report", str(path), "--json"]
-    report = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
+    report = report_of(path)
     assert any(gap["reason"] == "vital ring full" for gap in report["capture"]["gaps"])
     found: list[dict[str, Any]] = report["incidents"]
     return found
@@ -87,6 +92,14 @@ def test_a_healthy_job_stays_healthy(
     at = middle(healthy)
     slot = None if rank is None else healthy.slot(rank)
     assert incidents_without(healthy, Loss(at, at + int(seconds * SECOND), slot), tmp_path) == []
+
+
+def test_with_all_records_it_is_named(needs_bpf: None, blocked: Recorded, tmp_path: Path) -> None:
+    nothing = Loss(0, 0)
+    assert cut(blocked.frames, nothing, tmp_path / "whole.stall") == 0
+    (incident,) = report_of(tmp_path / "whole.stall")["incidents"]
+    assert incident["class"] == "NOT_ARRIVED" and incident["evidence"] != "host_state", incident
+    assert [culprit["pid"] for culprit in incident["culprits"]] == [blocked.pid(AT_FAULT)], incident
 
 
 def test_who_is_not_seen_is_not_accused(needs_bpf: None, blocked: Recorded, tmp_path: Path) -> None:
