@@ -1,0 +1,72 @@
+"""What a capture would know about the end of a run."""
+
+from __future__ import annotations
+
+from stallscope.diagnose.view import Comm, Key, Operation, Rank, View
+
+from .simulator import Host, Op, Run
+
+__all__ = ["API", "EVIDENCE", "GPU", "cut", "view_of"]
+
+API, GPU = "api", "gpu"
+"""Evidence. API: calls, and that what was issued before a wait for the device that returned is done. GPU: also which
+operations started and ended on the device."""
+
+EVIDENCE = (API, GPU)
+
+
+def cut(host: Host, keep: int) -> int:
+    """Index of the first operation of a window of `keep`: a little earlier where one before is not done (only done
+    operations may fall out of a window), and where a group would be split."""
+    first = max(0, len(host.ops) - keep)
+    undone = next((i for i, op in enumerate(host.ops) if not op.done), len(host.ops))
+    first = min(first, undone)
+    while 0 < first < len(host.ops) and host.ops[first].batch is host.ops[first - 1].batch:
+        first -= 1
+    return first
+
+
+def _operation(op: Op, pos: int, done: bool, evidence: str, comms: dict[int, int]) -> Operation:
+    device = evidence == GPU and op.key[1] in ("c", "p")
+    key: Key = (comms[op.call.comm], *op.key[1:])
+    return Operation(op.rank, pos, key, op.call.name, op.call.signature, op.stream, op.batch.enter_ns, op.returned,
+                     op.batch.number, done, op.started if device else None)  # fmt: skip
+
+
+def _base(ops: list[Op], comms: dict[int, int]) -> dict[Key, int]:
+    base: dict[Key, int] = {}
+    for op in ops:
+        if op.key[1] in ("c", "p"):
+            prefix = (comms[op.call.comm], *op.key[1:-1])
+            base[prefix] = base.get(prefix, 0) + 1
+    return base
+
+
+def _rank(host: Host, evidence: str, first: int, comms: dict[int, int]) -> Rank:
+    operations = []
+    for pos, op in enumerate(host.ops[first:], first):
+        known = pos < host.synced or op.key[1] not in ("c", "p") or evidence == GPU
+        operations.append(_operation(op, pos, op.done and known, evidence, comms))
+    inside = None if host.in_comm is None else comms[host.in_comm]
+    return Rank(1000 + host.rank, host.rank, host.state, host.since_ns, host.api, inside, None, operations,
+                _base(host.ops[:first], comms))  # fmt: skip
+
+
+def view_of(run: Run, evidence: str = GPU, keep: list[int] | None = None) -> View:
+    """The end of a run.
+
+    Args:
+        run: the run.
+        evidence: API or GPU.
+        keep: how many operations the window of each rank has; None: all. Communicators that no rank got to are missing,
+            and ranks that never called the creation of one are not known as its members.
+    """
+    known = [c for c in range(len(run.job.members)) if any(c in host.joined for host in run.hosts)]
+    comms = {comm: i for i, comm in enumerate(known)}
+    ranks = [_rank(h, evidence, cut(h, keep[h.rank]) if keep else 0, comms) for h in run.hosts]
+    tables = []
+    for comm in known:
+        members = run.job.members[comm]
+        joined = {i: rank for i, rank in enumerate(members) if comm in run.hosts[rank].joined}
+        tables.append(Comm(run.job.names[comm], len(members), joined))
+    return View(run.now_ns, ranks, tables)
