@@ -10,6 +10,8 @@ What counts as right:
   stuck rank issued everything; so did all others.)
 - a kernel stuck after the last operation can be told with API evidence, if all that its rank issued since its last
   returned wait is known to be done by another rank of each operation: else both answers count.
+- swapped calls that block only because one stream waits for the other (calls don't show that): every operation has been
+  issued by all its ranks, each stream by itself would end. With API evidence both answers count: the rank, or nobody;
 - a skipped last call of a rank, which then leaves: SKIPPED or LEFT.
 
 What nobody can tell, computed from the run, never from the verdict (see `decidable`):
@@ -26,7 +28,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Protocol
 
@@ -193,6 +195,13 @@ def _known_elsewhere(trial: Trial, rank: int) -> bool:
     return all(op.done or op.key in known for op in trial.view.ranks[rank].operations)
 
 
+def _streams_alone_would_end(trial: Trial) -> bool:
+    """Whether the same calls block nobody when no stream waits for another one."""
+    programs = [[i._replace(after=None) if isinstance(i, Launch) else i for i in program]
+                for program in trial.injected.job.programs]  # fmt: skip
+    return not simulate(replace(trial.injected.job, programs=programs), trial.injected.disturbance).hangs
+
+
 def _answers(trial: Trial) -> list[tuple[frozenset[int], frozenset[str]]]:
     """The (culprits, kinds) that are right."""
     rank, kinds = trial.injected.rank, trial.injected.kinds
@@ -204,6 +213,8 @@ def _answers(trial: Trial) -> list[tuple[frozenset[int], frozenset[str]]]:
     named = (frozenset({rank}), kinds)
     if trial.evidence == API and trial.fault == "gpu_stuck":
         return [nobody]
+    if trial.evidence == API and trial.fault == "swap" and _streams_alone_would_end(trial):
+        return [named, nobody]
     if trial.evidence == API and trial.fault == "kernel_stuck" and not _known_elsewhere(trial, rank):
         return [named, nobody]
     return [named]
