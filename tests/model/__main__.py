@@ -21,7 +21,9 @@ def _cell(found: Score) -> str:
 
 def main(seeds: int) -> None:
     """Print the table, and the first misses of each row on stderr."""
-    print("| fault | calls only | with the GPU's starts and ends | nobody waits |\n|---|---|---|---|")
+    print(
+        "| fault | calls | with the GPU's starts and ends | calls, ends of p2p | nobody waits |\n|---|---|---|---|---|"
+    )
     for fault in FAULTS:
         columns = []
         for evidence in EVIDENCE:

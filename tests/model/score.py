@@ -1,17 +1,17 @@
 """Trials: a layout, a fault and a seed; what the diagnosis says of the end of the run, and whether it is right.
 
-A seed draws the rank, the place, the evidence (API or GPU), whether hosts run ahead, and what the windows keep.
+A seed draws the rank, the place, the evidence (see views.py), whether hosts run ahead, and what the windows keep.
 
 What counts as right:
 
 - a rank at fault: the culprits of all verdicts together are that rank, each verdict names it, and has the fault's class;
 - transport: nobody is named, all verdicts are ALL_ARRIVED; with GPU evidence it is one, for the operation in question;
-- GPU_STUCK with API evidence alone can't be told from the transport: nobody named, all ALL_ARRIVED. (The host of the
+- GPU_STUCK without GPU evidence can't be told from the transport: nobody named, all ALL_ARRIVED. (The host of the
   stuck rank issued everything; so did all others.)
-- a kernel stuck after the last operation can be told with API evidence, if all that its rank issued since its last
+- a kernel stuck after the last operation can be told without GPU evidence, if all that its rank issued since its last
   returned wait is known to be done by another rank of each operation: else both answers count.
 - swapped calls that block only because one stream waits for the other (calls don't show that): every operation has been
-  issued by all its ranks, each stream by itself would end. With API evidence both answers count: the rank, or nobody;
+  issued by all its ranks, each stream by itself would end. Without GPU evidence both answers count: the rank, or nobody;
 - a skipped last call of a rank, which then leaves: SKIPPED or LEFT.
 
 What nobody can tell, computed from the run, never from the verdict (see `decidable`):
@@ -37,7 +37,7 @@ from stallscope.diagnose.view import FINISHED, Key, View
 from .faults import EARLY_STEPS, FAULTS, HISTORY, MISMATCHES, Injected
 from .program import Job, Launch, Layout, gpipe
 from .simulator import Run, simulate, up_to
-from .views import API, EVIDENCE, GPU, cut, view_of
+from .views import EVIDENCE, GPU, cut, view_of
 
 __all__ = ["Judge", "Named", "Score", "Trial", "decidable", "healthy", "judged", "make_trial", "score"]
 
@@ -135,7 +135,7 @@ def make_trial(layout: Layout, fault: str, seed: int) -> Trial | None:
     """One trial; None if the layout has no place for the fault. A fault that stops nobody is tried at other places; the
     trial that comes back may still be one."""
     rng = random.Random(f"{layout.name} {fault} {seed}")
-    job, evidence = healthy(layout), EVIDENCE[seed % 2]
+    job, evidence = healthy(layout), EVIDENCE[seed % 3]
     pace_ns, keep = rng.choice((AHEAD_NS, IN_STEP_NS)), _windows(job, rng)
     for _ in range(TRIES):
         injected = FAULTS[fault](job, rng)
@@ -211,11 +211,11 @@ def _answers(trial: Trial) -> list[tuple[frozenset[int], frozenset[str]]]:
     if trial.run.hosts[rank].state == FINISHED:
         kinds |= {"LEFT"}
     named = (frozenset({rank}), kinds)
-    if trial.evidence == API and trial.fault == "gpu_stuck":
+    if trial.evidence != GPU and trial.fault == "gpu_stuck":
         return [nobody]
-    if trial.evidence == API and trial.fault == "swap" and _streams_alone_would_end(trial):
+    if trial.evidence != GPU and trial.fault == "swap" and _streams_alone_would_end(trial):
         return [named, nobody]
-    if trial.evidence == API and trial.fault == "kernel_stuck" and not _known_elsewhere(trial, rank):
+    if trial.evidence != GPU and trial.fault == "kernel_stuck" and not _known_elsewhere(trial, rank):
         return [named, nobody]
     return [named]
 
@@ -242,7 +242,7 @@ def score(judge: Judge, layout: Layout, fault: str, seeds: Iterable[int], eviden
     """Run trials, those with other `evidence` left out."""
     total = Score()
     for seed in seeds:
-        if evidence not in (None, EVIDENCE[seed % 2]):
+        if evidence not in (None, EVIDENCE[seed % 3]):
             continue
         trial = make_trial(layout, fault, seed)
         if trial is None:

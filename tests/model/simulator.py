@@ -208,7 +208,7 @@ class _Simulation:
         elif isinstance(what, Create):
             self.create(host, what)
         else:
-            self.record(host, (what.comm, "end", 0), Call(what.comm, "ncclCommDestroy", plain("ncclCommDestroy")), 0)
+            self.record(host, (what.comm, "end", 0), Call(what.comm, "ncclCommDestroy", plain("end")), 0)
             host.ops[-1].done = True
             host.pc += 1
 
@@ -258,7 +258,7 @@ class _Simulation:
         kind = "init" if what.api == "ncclCommInitRank" else "split"
         number = host.counts[(what.comm, kind)]
         host.counts[(what.comm, kind)] += 1
-        op = self.record(host, (what.comm, kind, number), Call(what.comm, what.api, plain(what.api)), 0)
+        op = self.record(host, (what.comm, kind, number), Call(what.comm, what.api, plain(kind)), 0)
         op.returned = False
         host.block(IN_API, what.api, what.comm)
         if kind == "init":

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from stallscope.diagnose.view import Comm, Key, Operation, Rank, View
+from stallscope.diagnose.view import DEAD, USER, Comm, Key, Operation, Rank, View
 
 from .simulator import Host, Op, Run
 
-__all__ = ["API", "EVIDENCE", "GPU", "cut", "view_of"]
+__all__ = ["CALLS", "EVIDENCE", "GPU", "WAITS", "cut", "view_of"]
 
-API, GPU = "api", "gpu"
-"""Evidence. API: calls, and that what was issued before a wait for the device that returned is done. GPU: also which
-operations started and ended on the device."""
+CALLS, WAITS, GPU = "calls", "waits", "gpu"
+"""Evidence. WAITS: calls, and that what was issued before a wait for the device that returned is done. CALLS: the same,
+but nothing is known of the ends of sends and receives, which is what a capture without a completion tap gives
+(diagnose/look.py). GPU: also which operations started and ended on the device."""
 
-EVIDENCE = (API, GPU)
+EVIDENCE = (CALLS, GPU, WAITS)
 
 
 def cut(host: Host, keep: int) -> int:
@@ -45,11 +46,24 @@ def _base(ops: list[Op], comms: dict[int, int]) -> dict[Key, int]:
 def _rank(host: Host, evidence: str, first: int, comms: dict[int, int]) -> Rank:
     operations = []
     for pos, op in enumerate(host.ops[first:], first):
-        known = pos < host.synced or op.key[1] not in ("c", "p") or evidence == GPU
+        known = evidence == GPU or op.key[1] not in ("c", "p") or pos < host.synced
+        known &= evidence != CALLS or op.key[1] != "p"
         operations.append(_operation(op, pos, op.done and known, evidence, comms))
     inside = None if host.in_comm is None else comms[host.in_comm]
     return Rank(1000 + host.rank, host.rank, host.state, host.since_ns, host.api, inside, None, operations,
                 _base(host.ops[:first], comms))  # fmt: skip
+
+
+def _guess(view: View) -> None:
+    """Who is missing at a creation has not said which rank it is; where there are as many that wait for nothing, it is
+    they, as diagnose/look.py has it."""
+    for number, comm in enumerate(view.comms):
+        under_way = any((number, "init", 0) == op.key and not op.returned for r in view.ranks for op in r.operations)
+        absent = [place for place in range(comm.nranks or 0) if place not in comm.members]
+        taken = set(comm.members.values())
+        idle = [i for i, rank in enumerate(view.ranks) if i not in taken and rank.state in (USER, DEAD)]
+        if under_way and len(absent) == len(idle):
+            comm.members.update(zip(absent, idle, strict=True))
 
 
 def view_of(run: Run, evidence: str = GPU, keep: list[int] | None = None) -> View:
@@ -57,9 +71,9 @@ def view_of(run: Run, evidence: str = GPU, keep: list[int] | None = None) -> Vie
 
     Args:
         run: the run.
-        evidence: API or GPU.
+        evidence: CALLS, WAITS or GPU.
         keep: how many operations the window of each rank has; None: all. Communicators that no rank got to are missing,
-            and ranks that never called the creation of one are not known as its members.
+            and ranks that never called the creation of one are not known as its members, but by elimination.
     """
     known = [c for c in range(len(run.job.members)) if any(c in host.joined for host in run.hosts)]
     comms = {comm: i for i, comm in enumerate(known)}
@@ -69,4 +83,6 @@ def view_of(run: Run, evidence: str = GPU, keep: list[int] | None = None) -> Vie
         members = run.job.members[comm]
         joined = {i: rank for i, rank in enumerate(members) if comm in run.hosts[rank].joined}
         tables.append(Comm(run.job.names[comm], len(members), joined))
-    return View(run.now_ns, ranks, tables)
+    view = View(run.now_ns, ranks, tables)
+    _guess(view)
+    return view
