@@ -178,6 +178,12 @@ class _Simulation:
     def issue(self, host: Host) -> None:
         """The host runs until something blocks it. Its GPU looks at the new work only afterwards, so a death is known
         before anything issued shortly before it can end."""
+        while self.goes_on(host):
+            while host.state == RUNNING:
+                self.step(host)
+
+    def goes_on(self, host: Host) -> bool:
+        """Whether the host runs, or what it waits for is there."""
         if host.state == IN_SYNC and host.drained() and (host.rank, host.pc) not in self.disturbance.stuck:
             host.resume(host.free_ns())
             host.synced = len(host.ops)
@@ -185,8 +191,7 @@ class _Simulation:
             self.enqueue(host, host.held, host.ops[-1].stream)
             host.held = None
             host.resume(host.free_ns())
-        while host.state == RUNNING:
-            self.step(host)
+        return host.state == RUNNING
 
     def step(self, host: Host) -> None:
         program = self.job.programs[host.rank]

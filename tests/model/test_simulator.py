@@ -151,6 +151,12 @@ def test_sends_wait_for_their_receives() -> None:
     assert [[op.started for op in host.ops[1:]] for host in crossed.hosts] == [[True, False]] * 2
 
 
+def test_a_wait_for_nothing_returns() -> None:
+    """Also when nothing was issued since the last one."""
+    what = Launch((call(0, "ncclAllReduce", 8),))
+    assert states(simulate(pair([what, Sync(), Sync()], [Sync(), what, Sync()]))) == [FINISHED, FINISHED]
+
+
 def test_calls_of_a_group_start_together() -> None:
     """An exchange in one group, where one after the other would block."""
     run = simulate(pair([Launch((send(0, 1, 8), receive(0, 1, 8)))], [Launch((send(0, 0, 8), receive(0, 0, 8)))]))
