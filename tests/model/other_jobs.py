@@ -13,6 +13,7 @@ from .program import (
     Instruction,
     Job,
     Launch,
+    Layout,
     Sync,
     call,
     gpipe,
@@ -20,10 +21,8 @@ from .program import (
     receive,
     send,
 )
-from .program import Layout as Gpipe
 
-__all__ = ["exchange_ring", "experts", "hybrid_sharded", "one_forward_one_backward", "training",
-           "with_evaluation"]
+__all__ = ["exchange_ring", "experts", "hybrid_sharded", "one_forward_one_backward", "training", "with_evaluation"]
 
 STEPS = 6
 Step = Callable[[int, int], list[Instruction]]
@@ -130,9 +129,9 @@ def with_evaluation() -> Job:
 
     def step(rank: int, number: int) -> list[Instruction]:
         tp, dp = comm[f"tp-{rank // 2}"], comm[f"dp-{rank % 2}"]
-        layer = Launch((call(tp, "ncclAllReduce", 500),))
+        layer: Instruction = Launch((call(tp, "ncclAllReduce", 500),))
         if number % 3 == 2:
-            scores = Launch((call(0, "ncclAllGather", 64, FLOAT),))
+            scores: Instruction = Launch((call(0, "ncclAllGather", 64, FLOAT),))
             return [*[layer, layer, scores, Sync()] * 3, *_loss()]
         return [*[layer] * 8, Launch((call(dp, "ncclReduceScatter", 9000),), SIDE, MAIN), *_loss()]
 
@@ -156,4 +155,4 @@ def exchange_ring(size: int = 3, together: bool = True) -> Job:
 
 def training() -> Job:
     """A job of the known kind, for unknown faults."""
-    return gpipe(Gpipe(2, 4, 2, 4, 2, False, False), STEPS)
+    return gpipe(Layout(2, 4, 2, 4, 2, False, False), STEPS)

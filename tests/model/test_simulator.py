@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from stallscope.diagnose.view import DEAD, FINISHED, IN_API, IN_SYNC, USER, View
 
 from .faults import EARLY_STEPS, FAULTS
+from .other_jobs import exchange_ring, experts, hybrid_sharded, one_forward_one_backward, with_evaluation
 from .program import LAYOUTS, MAIN, Create, End, Job, Launch, Layout, Sync, call, gpipe, receive, send
 from .score import AHEAD_NS, IN_STEP_NS, decidable, healthy, make_trial
 from .simulator import COMPUTE_NS, Disturbance, Run, simulate, up_to
+from .unseen import CASES as CASES_UNSEEN
 from .views import CALLS, EVIDENCE, GPU, WAITS, view_of
 
 CASES = [(layout, fault) for fault in FAULTS for layout in LAYOUTS if make_trial(layout, fault, 0) is not None]
@@ -212,3 +215,23 @@ def test_the_table_of_what_can_be_told() -> None:
     ]
     found = Counter(decidable(trial) for trial in trials if trial is not None and trial.run.hangs)
     assert found[True] > 20 * found[False] > 0
+
+
+@pytest.mark.parametrize("what", CASES_UNSEEN)
+def test_unseen_questions_can_be_asked(what: str) -> None:
+    """Healthy jobs of the other layouts end; each question is a view in which somebody waits for ever."""
+    questions = [CASES_UNSEEN[what](random.Random(f"{what} {seed}")) for seed in range(3)]
+    asked = [question for question in questions if question is not None]
+    assert asked
+    for question in asked:
+        assert any(rank.state in (IN_API, IN_SYNC) for rank in question.view.ranks)
+        assert question.answers
+        assert all(max(right, default=0) < len(question.view.ranks) for right, _ in question.answers)
+
+
+@pytest.mark.parametrize("make", [experts, hybrid_sharded, one_forward_one_backward, with_evaluation, exchange_ring])
+def test_other_jobs_end(make: Callable[[], Job]) -> None:
+    """Without a fault."""
+    run = simulate(make())
+    assert set(states(run)) == {FINISHED}
+    check(view_of(run))
