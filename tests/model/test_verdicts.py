@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from stallscope.diagnose.judge import judge
 
 from .faults import FAULTS

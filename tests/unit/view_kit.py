@@ -114,7 +114,7 @@ class Op:
     key: Key | None
     enter_ns: int
     batch: int
-    deps: list["Op"]
+    deps: list[Op]
     done: bool = False
     begun: bool = False
     known: bool = False
@@ -354,7 +354,11 @@ def _altered(layout: Layout, kind: str, r: int, partner: int, items: list[Item],
         return [Item("stuck"), *items]
     if kind == "send-send":
         stage, name = layout.place(partner)[2], layout.of("pp", r)
-        return [Item("send", name, "ncclSend", 16384, peer=stage), Item("recv", name, "ncclRecv", 16384, peer=stage), *items]
+        return [
+            Item("send", name, "ncclSend", 16384, peer=stage),
+            Item("recv", name, "ncclRecv", 16384, peer=stage),
+            *items,
+        ]
     name = layout.of(comm, r)
     index = next((i for i, item in enumerate(items) if item.what == "coll" and item.comm == name))
     call, rest = items[index], items[index + 1 :]

@@ -13,7 +13,7 @@ from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, clean, executable_mappings, live_path
 from stallscope.capture.ranges import place, runtime_ranges, runtime_text
 from stallscope.capture.resolver import EVERY, Resolver, is_whole
-from stallscope.capture.seccomp import ReturnRule
+from stallscope.capture.returns import Returns
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.target import FileKey, LinkedLibrary, Resolved, Target
 from stallscope.errors import StallscopeError, TargetProblem
@@ -32,7 +32,7 @@ class Linker:
         set_ranges: (slot, [(start, end)]) writes the runtime address ranges that mark driver calls as nested.
         send: takes frames.
         clock: CLOCK_MONOTONIC in ns.
-        rule: which processes get no return probes.
+        returns: which processes get no return probes.
 
     Attributes:
         before_link: sends the counters as they are, so that a reader can tell calls before a link from those after it.
@@ -45,9 +45,9 @@ class Linker:
         set_ranges: Callable[[int, list[tuple[int, int]]], None],
         send: Callable[[Kind, dict[str, Any]], None],
         clock: Callable[[], int],
-        rule: ReturnRule | None = None,
+        returns: Returns,
     ) -> None:
-        self._rule = rule or ReturnRule()
+        self._returns = returns
         self._sharing = sharing
         self._resolver = Resolver(parser)
         self._fitted: dict[tuple[int, int, int, int, str], Resolved] = {}
@@ -86,7 +86,8 @@ class Linker:
                 carried=theirs.carried, embedded=theirs.embedded,
             )  # fmt: skip
             try:
-                linked.fd, linked.untimed = os.dup(theirs.fd), self._rule.why_not(target.pid)
+                linked.fd = os.dup(theirs.fd)
+                linked.untimed = self._returns.why_not_forked(target.pid, theirs.untimed)
                 self._sharing.link(target, linked)
             except (OSError, StallscopeError) as error:
                 linked.close()
@@ -101,6 +102,11 @@ class Linker:
         target.unasked.waiting = dict(parent.unasked.waiting)
         target.ranges = list(parent.ranges)
         self._set_ranges(target.slot, target.ranges)
+
+    def must_untime(self, target: Target) -> bool:
+        """Whether return probes of this process's own stand in an image that may have none."""
+        timed = any(linked.returns for linked in target.linked.values())
+        return timed and self._returns.why_not(target.pid) is not None
 
     def announce(self, target: Target, appeared_ns: int) -> None:
         """Tell of everything `link_forked` linked."""
@@ -163,7 +169,7 @@ class Linker:
                 return False
             name = library or resolved.points[0].hook.library
             linked = LinkedLibrary(name, clean(mapping.path), resolved=resolved, fd=fd)
-            linked.untimed = self._rule.why_not(target.pid)
+            linked.untimed = self._returns.why_not(target.pid)
             return self._link(target, mapping, key, linked, appeared_ns, in_program=library is None)
         except BaseException:
             os.close(fd)
@@ -194,7 +200,7 @@ class Linker:
                     self._nothing_in(target, mapping, library, (mapping.device, mapping.inode, library), own)
                     continue
                 linked = LinkedLibrary(library, clean(mapping.path), resolved=own, fd=os.dup(fd), carried=True)
-                linked.untimed = self._rule.why_not(target.pid)
+                linked.untimed = self._returns.why_not(target.pid)
                 self._link_one_carried(target, mapping, linked, appeared_ns)
             if "CUDART" in libraries and not is_whole(resolved, "CUDART") and resolved.stripped:
                 self._nothing_in(target, mapping, None, (mapping.device, mapping.inode, "CUDART"), resolved)

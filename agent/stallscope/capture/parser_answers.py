@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 __all__ = [
-    "CommPlace", "ElfSymbols", "Inferred", "InferredFrame", "ParserFailed", "Symbol",
-    "check_comm", "check_frames", "check_inferred", "check_needs", "check_symbols",
+    "CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "ParserFailed", "Symbol",
+    "check_comm", "check_frames", "check_imports", "check_inferred", "check_needs", "check_symbols",
 ]  # fmt: skip
 
 ADDRESS_LIMIT = 1 << 47
@@ -96,6 +96,13 @@ class CommPlace(NamedTuple):
     version: str | None
 
 
+class Imports(NamedTuple):
+    """Of the names asked for, those that a file uses and does not define; and the libraries it is linked with."""
+
+    imported: frozenset[str]
+    needed: list[str]
+
+
 class InferredFrame(NamedTuple):
     """A hooked call under way: stack address of its return address, that address, and the evidence.
 
@@ -171,12 +178,12 @@ def check_symbols(
     return ElfSymbols(
         build_id=build_id,
         soname=None if soname is None else text(soname, 512, "soname"),
-        needed=[text(n, 512, "needed") for n in items(answer.get("needed"), MAX_NEEDED, "needed")],
+        needed=_needed(answer),
         machine=machine,
         kind=_one_of(answer.get("kind"), ("program", "library"), "kind"),
         symbols=checked,
         rejected={n: _one_of(why, ("ifunc", "outside"), "rejected") for n, why in rejected.items()},
-        imported=[_one_of(n, names, "imported") for n in items(answer.get("imported"), len(names), "imported")],
+        imported=_imported(answer, names),
         exec_segments=_segments(answer.get("exec_segments"), file_size),
         stripped=answer.get("stripped") is True,
         defined_any=bool(checked),
@@ -194,6 +201,19 @@ def _version(value: object) -> str | None:
     if not isinstance(value, str) or not VERSION.fullmatch(value):
         raise _wrong("version")
     return value
+
+
+def check_imports(answer: dict[str, Any], names: frozenset[str]) -> Imports:
+    """Check an answer to "imports": only names asked for; raises ParserFailed."""
+    return Imports(frozenset(_imported(answer, names)), _needed(answer))
+
+
+def _imported(answer: dict[str, Any], names: frozenset[str]) -> list[str]:
+    return [_one_of(n, names, "imported") for n in items(answer.get("imported"), len(names), "imported")]
+
+
+def _needed(answer: dict[str, Any]) -> list[str]:
+    return [text(n, 512, "needed") for n in items(answer.get("needed"), MAX_NEEDED, "needed")]
 
 
 def _digest(value: object) -> str | None:

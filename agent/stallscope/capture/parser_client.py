@@ -22,18 +22,20 @@ import msgpack
 from stallscope.capture.parser_answers import (
     CommPlace,
     ElfSymbols,
+    Imports,
     Inferred,
     InferredFrame,
     ParserFailed,
     Symbol,
     check_comm,
+    check_imports,
     check_inferred,
     check_needs,
     check_symbols,
     text,
 )
 
-__all__ = ["CommPlace", "ElfSymbols", "Inferred", "InferredFrame", "ParserClient", "ParserFailed", "Symbol"]
+__all__ = ["CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "ParserClient", "ParserFailed", "Symbol"]
 
 NOBODY = 65534
 LENGTH = struct.Struct("<I")
@@ -114,6 +116,19 @@ class ParserClient:
         answer = self._request({"op": "nccl_comm"}, [fd], None)
         with self._distrust():
             return check_comm(answer)
+
+    def imports(self, fd: int, names: Sequence[str], *, deadline_s: float | None = None) -> Imports:
+        """Which of at most 8 names an ELF file uses and does not define, and the libraries it is linked with.
+
+        Args:
+            fd: descriptor of the file, stays the caller's.
+
+        Raises:
+            ParserFailed: no usable ELF file, or the parser failed.
+        """
+        answer = self._request({"op": "imports", "names": list(names)}, [fd], deadline_s)
+        with self._distrust():
+            return check_imports(answer, frozenset(names))
 
     def infer(
         self,

@@ -6,14 +6,16 @@ import os
 import time
 from typing import NamedTuple
 
+from stallscope.capture.cancelling import Cancelling
 from stallscope.capture.carriers import BUDGET_NS, DEADLINE_S, LIBRARIES, MAX_FILES, likely_first
 from stallscope.capture.libmatch import match
 from stallscope.capture.mapped import open_mapping
 from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, children_of, clean, executable_mappings, live_path
 from stallscope.capture.resolver import EVERY, Resolver, is_whole
+from stallscope.capture.returns import Returns
 from stallscope.capture.rights import has_uprobe_multi
-from stallscope.capture.sharing import LINKS_PER_FILE
+from stallscope.capture.sharing import LINKS_PER_FILE, entry_only
 from stallscope.capture.target import Resolved
 from stallscope.capture.ways import PerfWay
 from stallscope.wire.hook_table import HOOKS
@@ -49,11 +51,12 @@ class Planned(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What would be linked, and a sentence for each thing that would stay unseen."""
+    """What would be linked, and a sentence for each thing that would stay unseen, or that the user should know."""
 
     pid: int
     files: list[Planned]
     unseen: list[str]
+    remarks: list[str]
 
 
 def plan(pid: int, parser: ParserClient) -> Plan:
@@ -62,7 +65,7 @@ def plan(pid: int, parser: ParserClient) -> Plan:
         mappings = executable_mappings(pid)
         program = os.stat(f"{live_path(pid)}/exe").st_ino
     except OSError as error:
-        return Plan(pid, [], [f"everything: the maps of pid {pid} can't be read ({error.strerror})"])
+        return Plan(pid, [], [f"everything: the maps of pid {pid} can't be read ({error.strerror})"], [])
     return _Planner(pid, parser, mappings, program).plan()
 
 
@@ -75,6 +78,8 @@ class _Planner:
         self._resolver = Resolver(parser)
         self._mappings = list({(m.device, m.inode): m for m in reversed(mappings)}.values())
         self._job = [found for child in children_of(pid)[:MAX_CHILDREN] if (found := _inodes(child))]
+        self._untimed = Returns(parser).why_not(pid)
+        self._cancelling = Cancelling(parser)
         self._few = PerfWay({}, cookies=True) if has_uprobe_multi() is False else None
         self._files: list[Planned] = []
         self._unseen: list[str] = []
@@ -88,7 +93,7 @@ class _Planner:
         here = {file.library for file in self._files if match(file.path) == file.library}
         self._inside(named, LIBRARIES - here)
         self._tell()
-        return Plan(self._pid, self._files, self._unseen)
+        return Plan(self._pid, self._files, self._unseen, [] if self._untimed else self._cancellers())
 
     def _resolve(self, mapping: Mapping, libraries: frozenset[str], deadline_s: float | None) -> Resolved | None:
         try:
@@ -146,6 +151,8 @@ class _Planner:
         if self._few is not None:
             points, left_out = self._few.choose(path, points)
             self._unseen += [left_out] if left_out else []
+        if self._untimed:
+            points = entry_only(points)
         known = sum(1 for hook in HOOKS if hook.library == library and hook.mode != "SHIM")
         timed = sum(1 for p in points if p.hook.mode == "PAIR")
         self._files.append(
@@ -162,6 +169,8 @@ class _Planner:
         return "shared" if users > LINKS_PER_FILE else "filtered"
 
     def _tell(self) -> None:
+        if self._untimed:
+            self._unseen.append(f"times, errors and calls under way: {self._untimed}")
         found = {file.library for file in self._files}
         for path in self._silent:
             rest = "only its driver calls" if "CUDA" in found else "none of its calls until libcuda is loaded"
@@ -169,6 +178,19 @@ class _Planner:
         for library in sorted({"CUDART", "CUDA", "NCCL"} - found):
             self._unseen.append(f"{library}: not in the process now; probed when it comes")
         self._unseen.append("cudaStreamQuery, cudaEventQuery and the like: polled too often for a probe")
+
+    def _cancellers(self) -> list[str]:
+        """Said here and not acted upon: see Cancelling."""
+        end_ns, remarks = time.monotonic_ns() + BUDGET_NS, []
+        for path in self._cancelling.loaded_later(self._pid):
+            if path is not None:
+                remarks.append(
+                    f"{path} can cancel threads; as it was loaded by the program, they are taken to be its own, which "
+                    "make no CUDA calls; if they do, their destructors are skipped: attach --returns never"
+                )
+            if time.monotonic_ns() > end_ns:
+                return [*remarks, "which other libraries can cancel threads was not looked at: there are too many"]
+        return remarks
 
 
 def _inodes(pid: int) -> frozenset[int]:

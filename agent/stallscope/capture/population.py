@@ -215,12 +215,11 @@ class Population:
         # The links stay: they belong to the main thread's task, and a library that is mapped again is covered from its
         # first call. Only the addresses are new. But where another thread execed, that task is gone.
         if not in_main_thread:
-            for linked in target.linked.values():
-                self._sharing.forget(linked)
-                linked.close()
             self._reaper.close_later(*target.links())
-            target.linked.clear()
-            target.twins.clear()
+            self._forget_links(target)
+        elif self._linker.must_untime(target):
+            close_all(*target.links())
+            self._forget_links(target)
         for linked in target.linked.values():
             linked.places.clear()
         target.ranges.clear()
@@ -242,6 +241,13 @@ class Population:
             },
         )
         self._linker.link_process(target, ts_ns)
+
+    def _forget_links(self, target: Target) -> None:
+        for linked in target.linked.values():
+            self._sharing.forget(linked)
+            linked.close()
+        target.linked.clear()
+        target.twins.clear()
 
     def _exited(self, pid: int, code: int, ts_ns: int) -> None:
         target = self._by_pid.pop(pid, None)

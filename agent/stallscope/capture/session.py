@@ -29,7 +29,7 @@ from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.population import Population
 from stallscope.capture.procfs import Mapping
 from stallscope.capture.reaper import Reaper
-from stallscope.capture.seccomp import ReturnRule
+from stallscope.capture.returns import Returns
 from stallscope.capture.sharing import LINKS_PER_FILE, Sharing
 from stallscope.capture.stacks import Stacks
 from stallscope.capture.suspicion import EARLY_NS, Suspicion
@@ -62,6 +62,7 @@ class Settings:
         links_per_file: filtered links a file before unfiltered ones take over (capture/sharing.py).
         duration_s: end after so many seconds; None = when the targets end.
         kernel_release: decide about return probes as on that kernel (capture/seccomp.py); None = this one's.
+        returns: whether returns are probed (capture/returns.py).
     """
 
     pids: list[int]
@@ -71,6 +72,7 @@ class Settings:
     duration_s: float | None = None
     links_per_file: int = LINKS_PER_FILE
     kernel_release: str | None = None
+    returns: str = "auto"
 
 
 class Session:
@@ -85,7 +87,7 @@ class Session:
         self._clock = time.monotonic_ns
         self.tables = Tables(loaded.maps, settings)
         reaper = Reaper()
-        rule = ReturnRule(settings.kernel_release)
+        returns = Returns(parser, settings.returns, settings.kernel_release)
         sharing = Sharing(
             way_of(loaded),
             self.tables.share,
@@ -93,10 +95,10 @@ class Session:
             self.tables.spans.set,
             self._clock,
             # Unfiltered return probes would stand in strangers, whose seccomp filters nobody asked for.
-            settings.links_per_file if rule.anywhere else NO_LIMIT,
-            returns_anywhere=rule.anywhere,
+            settings.links_per_file if returns.anywhere else NO_LIMIT,
+            returns_anywhere=returns.anywhere,
         )
-        self._linker = Linker(sharing, parser, self.tables.ranges.set, outbox.send, self._clock, rule)
+        self._linker = Linker(sharing, parser, self.tables.ranges.set, outbox.send, self._clock, returns)
         self.population = Population(
             self.tables, self._linker, sharing, reaper, outbox.send, self._clock, follow=settings.children
         )

@@ -94,7 +94,9 @@ class Sharing:
             self._take_over(target, file, linked)
         if file.shared is not None:
             linked.shared, linked.shared_since_ns = True, file.shared.at_ns
-            linked.untimed = linked.untimed or file.shared.untimed
+            if linked.untimed and not file.shared.untimed:
+                target.late_notes.append(f"{linked.path}: returns are probed, because they are in all processes")
+            linked.untimed = file.shared.untimed
             return
         self._attach(linked, linked.resolved.points, target.pid, file.number << 56)
         file.users.append(linked)
@@ -131,6 +133,8 @@ class Sharing:
     def _take_over(self, target: Target, file: _File, linked: LinkedLibrary) -> None:
         """Unfiltered links first, then the switch, then the filtered ones go: no hit is lost or counted twice."""
         shared = LinkedLibrary(linked.library, linked.path, resolved=linked.resolved, fd=linked.fd)
+        # One process that may have no return probes is enough.
+        shared.untimed = next((lib.untimed for lib in (linked, *file.users) if lib.untimed), None)
         if not self._returns_anywhere:
             shared.untimed = "calls are counted, not timed: other processes that use the file may have a seccomp filter"
         self._attach(shared, linked.resolved.points, 0, file.number << 56 | _SHARED_FLAG)

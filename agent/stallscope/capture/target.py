@@ -60,7 +60,7 @@ class LinkedLibrary:
 
     Attributes:
         shared: the file's unfiltered links do it, since `shared_since_ns`; there are none of this process alone.
-        untimed: why returns are not probed, None where they are (capture/seccomp.py).
+        untimed: why returns are not probed, None where they are (capture/returns.py).
         text: where the runtime's code lies in the file (offsets), None for other libraries.
         fd: the file itself, so that a forked child can be linked without another look-up.
         places: (hook id, absolute address of the function, its size in bytes), for the stack search. A file that is

@@ -77,6 +77,10 @@ def add_parser(commands: Any) -> None:
         "--sample", type=rate, default=DEFAULT_ONE_IN, metavar="RATE",
         help="share of launches, copies and short waits to record, as 1/N or N%% (default 1/100); counts stay exact",
     )  # fmt: skip
+    parser.add_argument(
+        "--returns", choices=("auto", "always", "never"), default="auto",
+        help="probe returns, for the times of waits: not in a process that can cancel threads (auto), always, never",
+    )  # fmt: skip
     parser.add_argument("-o", "--output", metavar="FILE", help="also record to FILE")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument("--json", action="store_true", help="report as JSON on stdout")
@@ -186,6 +190,7 @@ class Attach:
         args = self.args
         settings = Settings(args.pids, not args.no_children, args.sample, duration_s=args.duration)
         settings.links_per_file, settings.kernel_release = args.links_per_file, args.as_on_kernel
+        settings.returns = args.returns
         with contextlib.closing(ParserClient()) as parser, contextlib.closing(Poller()) as poller:
             parser.start(self.who.drop_uid, self.who.drop_gid)
             poller.start(self.who.drop_uid, self.who.drop_gid, self._nvml)

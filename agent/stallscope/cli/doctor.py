@@ -100,7 +100,7 @@ def _plan(pid: int) -> Plan:
         try:
             parser.start(who.drop_uid, who.drop_gid)
         except ParserFailed as error:
-            return Plan(pid, [], [f"everything: {error}"])
+            return Plan(pid, [], [f"everything: {error}"], [])
         return plan(pid, parser)
 
 
@@ -120,6 +120,7 @@ def _json_text(
         answer["target"] = {
             "pid": planned.pid, "checks": [check._asdict() for check in about_target], "libraries": found,
             "would_probe": [file._asdict() for file in planned.files], "would_stay_unseen": planned.unseen,
+            "remarks": planned.remarks,
             "cost_per_call_ns": {"entry": ENTRY_NS, "entry_and_return": PAIR_NS, "source": "estimated"},
         }  # fmt: skip
     return json.dumps(answer, indent=2) + "\n"
@@ -170,6 +171,8 @@ def _planned_lines(planned: Plan) -> Iterator[str]:
         yield f"cost: about {entry:.1f} us a launch, {pair:.1f} us a timed call (estimated: from our bench, not here)"
     for sentence in planned.unseen:
         yield f"would stay unseen: {sentence}"
+    for sentence in planned.remarks:
+        yield f"note: {sentence}"
 
 
 def _columns() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 
 from stallscope.parser.errors import ParseError
+from stallscope.parser.imports import find_imports
 from stallscope.parser.infer import infer
 from stallscope.parser.ncclcomm import find_comm
 from stallscope.parser.source import Source
@@ -83,6 +84,8 @@ def _dispatch(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     if operation == "symbols":
         extras = {key: request.get(key, [])[:MAX_EXTRAS] for key in ("words", "prefixes")}
         return find_symbols(Source(fds[0], "the file"), request["names"], **extras)
+    if operation == "imports":
+        return find_imports(Source(fds[0], "the file"), request["names"][:MAX_EXTRAS])
     if operation == "infer":
         return infer(request, [Source(fd, f"file {index}") for index, fd in enumerate(fds)])
     if operation == "nccl_comm":

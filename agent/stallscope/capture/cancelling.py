@@ -1,0 +1,116 @@
+"""Whether a process can cancel threads: one that is cancelled inside a return-probed call skips its destructors.
+
+The program counts, and what it is linked with. What it loads later does not: gRPC, FFmpeg, JAX and XGBoost import
+pthread_cancel too, cancel threads of their own, which make no CUDA calls, and are in half of all Python processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+
+from stallscope.capture.libmatch import match
+from stallscope.capture.mapped import open_mapping
+from stallscope.capture.parser_client import Imports, ParserClient, ParserFailed
+from stallscope.capture.procfs import Mapping, clean, executable_mappings, live_path
+
+__all__ = ["Cancelling"]
+
+CANCEL = "pthread_cancel"
+MAX_KNOWN, MAX_LINKED = 4096, 256
+DEADLINE_S, BUDGET_NS = 0.2, 150_000_000
+NOTHING = Imports(frozenset(), [])
+# The C library, and NVIDIA's, whose threads don't call the functions that are probed at their return.
+_OWN = re.compile(r"(ld-linux.*|libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|libnvidia-.*)[.-]")
+_FileId = tuple[int, int, int, int, int]
+
+
+class Cancelling:
+    """Looks, and remembers each file.
+
+    Args:
+        parser: asked once a file.
+    """
+
+    def __init__(self, parser: ParserClient) -> None:
+        self._parser = parser
+        self._files: dict[_FileId, Imports] = {}
+
+    def who(self, pid: int) -> str | None:
+        """Path of the first file found that imports pthread_cancel; None: there is none, or it can't be told in 0.15 s.
+
+        The next time it goes on where it stopped, for files are remembered.
+        """
+        end_ns = time.monotonic_ns() + BUDGET_NS
+        for mapping, imports in self._linked(pid):
+            if CANCEL in imports.imported:
+                return clean(mapping.path)
+            if time.monotonic_ns() > end_ns:
+                break
+        return None
+
+    def loaded_later(self, pid: int) -> Iterator[str | None]:
+        """Asks one mapped file after the other that `who` does not: its path if it imports pthread_cancel, or None."""
+        linked = {(m.device, m.inode) for m, _ in self._linked(pid)}
+        for mapping in _files_of(pid):
+            if (mapping.device, mapping.inode) not in linked and not _is_own(mapping):
+                yield clean(mapping.path) if CANCEL in self._imports(pid, mapping).imported else None
+
+    def _linked(self, pid: int) -> Iterator[tuple[Mapping, Imports]]:
+        """The program, the libraries it is linked with, those that they are linked with, and so on."""
+        files = _files_of(pid)
+        try:
+            program = os.stat(f"{live_path(pid)}/exe").st_ino
+        except OSError:
+            return
+        todo, rest = [m for m in files if m.inode == program], [m for m in files if not _is_own(m)]
+        seen: set[str] = set()
+        for mapping in todo:
+            imports = self._imports(pid, mapping)
+            yield mapping, imports
+            stems = {_stem(name) for name in imports.needed} - seen
+            seen |= stems
+            found = [m for m in rest if m not in todo and _stem(m.path) in stems]
+            todo += found[: MAX_LINKED - len(todo)]
+
+    def _imports(self, pid: int, mapping: Mapping) -> Imports:
+        try:
+            fd = open_mapping(pid, mapping)
+        except OSError:
+            return NOTHING
+        try:
+            return self._of_file(fd)
+        finally:
+            os.close(fd)
+
+    def _of_file(self, fd: int) -> Imports:
+        info = os.fstat(fd)
+        key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns, info.st_size)
+        if key not in self._files:
+            if len(self._files) >= MAX_KNOWN:
+                self._files.clear()
+            self._files[key] = NOTHING
+            with contextlib.suppress(ParserFailed):  # no file that the loader would take
+                self._files[key] = self._parser.imports(fd, [CANCEL], deadline_s=DEADLINE_S)
+        return self._files[key]
+
+
+def _files_of(pid: int) -> list[Mapping]:
+    """One mapping of each file, in the order of addresses; empty when the process is gone."""
+    try:
+        mappings = executable_mappings(pid)
+    except OSError:
+        return []
+    return list({(m.device, m.inode): m for m in reversed(mappings)}.values())[::-1]
+
+
+def _stem(path: str) -> str:
+    """What a file's name has in common with that of the symbolic link by which a program is linked with it."""
+    return path.rpartition("/")[2].partition(".so")[0]
+
+
+def _is_own(mapping: Mapping) -> bool:
+    return match(mapping.path) is not None or _OWN.match(mapping.path.rpartition("/")[2]) is not None
