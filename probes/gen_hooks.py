@@ -120,7 +120,9 @@ def program_text(number: int, name: str, kind: str, mode: str, value: int) -> st
     """
     nccl = "1" if kind in NCCL_KINDS else "0"
     call = "do_launch(ctx, {0})" if mode == "ENTRY" else "do_enter(ctx, {0}, " + nccl + ")"
-    halves = [("enter", call)] + ([("return", "do_return(ctx, {0})")] if mode == "PAIR" else [])
+    halves = [("enter", call)]
+    if mode == "PAIR":  # and as it is counted where returns are not probed
+        halves += [("return", "do_return(ctx, {0})"), ("count", "do_launch(ctx, {0})")]
     text = f"/* {name} */\n"
     for half, body in halves:
         text += f'ON("uprobe") int {half}_{number}(struct pt_regs *ctx) {{\n'

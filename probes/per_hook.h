@@ -8,12 +8,18 @@ ON("uprobe") int enter_41(struct pt_regs *ctx) {
 ON("uprobe") int return_41(struct pt_regs *ctx) {
   return do_return(ctx, 0x4000a02029ull);
 }
+ON("uprobe") int count_41(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x4000a02029ull);
+}
 /* cudaDeviceSynchronize */
 ON("uprobe") int enter_40(struct pt_regs *ctx) {
   return do_enter(ctx, 0x4000802028ull, 0);
 }
 ON("uprobe") int return_40(struct pt_regs *ctx) {
   return do_return(ctx, 0x4000802028ull);
+}
+ON("uprobe") int count_40(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x4000802028ull);
 }
 /* cudaEventSynchronize */
 ON("uprobe") int enter_43(struct pt_regs *ctx) {
@@ -22,12 +28,18 @@ ON("uprobe") int enter_43(struct pt_regs *ctx) {
 ON("uprobe") int return_43(struct pt_regs *ctx) {
   return do_return(ctx, 0x4000e0202bull);
 }
+ON("uprobe") int count_43(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x4000e0202bull);
+}
 /* cudaStreamSynchronize_ptsz */
 ON("uprobe") int enter_42(struct pt_regs *ctx) {
   return do_enter(ctx, 0x4000c0202aull, 0);
 }
 ON("uprobe") int return_42(struct pt_regs *ctx) {
   return do_return(ctx, 0x4000c0202aull);
+}
+ON("uprobe") int count_42(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x4000c0202aull);
 }
 /* ncclAllReduce */
 ON("uprobe") int enter_300(struct pt_regs *ctx) {
@@ -36,12 +48,18 @@ ON("uprobe") int enter_300(struct pt_regs *ctx) {
 ON("uprobe") int return_300(struct pt_regs *ctx) {
   return do_return(ctx, 0x16430dc0812cull);
 }
+ON("uprobe") int count_300(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x16430da0812cull);
+}
 /* ncclGroupEnd */
 ON("uprobe") int enter_341(struct pt_regs *ctx) {
   return do_enter(ctx, 0x4210608155ull, 1);
 }
 ON("uprobe") int return_341(struct pt_regs *ctx) {
   return do_return(ctx, 0x4210608155ull);
+}
+ON("uprobe") int count_341(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x4210408155ull);
 }
 /* ncclCommInitRankConfig */
 ON("uprobe") int enter_352(struct pt_regs *ctx) {
@@ -50,12 +68,18 @@ ON("uprobe") int enter_352(struct pt_regs *ctx) {
 ON("uprobe") int return_352(struct pt_regs *ctx) {
   return do_return(ctx, 0x1005210c08160ull);
 }
+ON("uprobe") int count_352(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x1005210a08160ull);
+}
 /* ncclCommInitRank */
 ON("uprobe") int enter_351(struct pt_regs *ctx) {
   return do_enter(ctx, 0x1005210a0815full, 1);
 }
 ON("uprobe") int return_351(struct pt_regs *ctx) {
   return do_return(ctx, 0x1005210a0815full);
+}
+ON("uprobe") int count_351(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x100521080815full);
 }
 /* ncclReduceScatter */
 ON("uprobe") int enter_301(struct pt_regs *ctx) {
@@ -64,12 +88,18 @@ ON("uprobe") int enter_301(struct pt_regs *ctx) {
 ON("uprobe") int return_301(struct pt_regs *ctx) {
   return do_return(ctx, 0x16430de0812dull);
 }
+ON("uprobe") int count_301(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x16430dc0812dull);
+}
 /* ncclAllGather */
 ON("uprobe") int enter_305(struct pt_regs *ctx) {
   return do_enter(ctx, 0x5430e608131ull, 1);
 }
 ON("uprobe") int return_305(struct pt_regs *ctx) {
   return do_return(ctx, 0x5430e608131ull);
+}
+ON("uprobe") int count_305(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x5430e408131ull);
 }
 /* ncclBroadcast */
 ON("uprobe") int enter_303(struct pt_regs *ctx) {
@@ -78,12 +108,18 @@ ON("uprobe") int enter_303(struct pt_regs *ctx) {
 ON("uprobe") int return_303(struct pt_regs *ctx) {
   return do_return(ctx, 0x16430e20812full);
 }
+ON("uprobe") int count_303(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x16430e00812full);
+}
 /* ncclSend */
 ON("uprobe") int enter_330(struct pt_regs *ctx) {
   return do_enter(ctx, 0x5430fe0814aull, 1);
 }
 ON("uprobe") int return_330(struct pt_regs *ctx) {
   return do_return(ctx, 0x5430fe0814aull);
+}
+ON("uprobe") int count_330(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x5430fc0814aull);
 }
 /* ncclRecv */
 ON("uprobe") int enter_331(struct pt_regs *ctx) {
@@ -92,12 +128,18 @@ ON("uprobe") int enter_331(struct pt_regs *ctx) {
 ON("uprobe") int return_331(struct pt_regs *ctx) {
   return do_return(ctx, 0x5431000814bull);
 }
+ON("uprobe") int count_331(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x5430fe0814bull);
+}
 /* cuStreamSynchronize */
 ON("uprobe") int enter_192(struct pt_regs *ctx) {
   return do_enter(ctx, 0x48076020c0ull, 0);
 }
 ON("uprobe") int return_192(struct pt_regs *ctx) {
   return do_return(ctx, 0x48076020c0ull);
+}
+ON("uprobe") int count_192(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x48074020c0ull);
 }
 /* cuEventSynchronize */
 ON("uprobe") int enter_194(struct pt_regs *ctx) {
@@ -106,12 +148,18 @@ ON("uprobe") int enter_194(struct pt_regs *ctx) {
 ON("uprobe") int return_194(struct pt_regs *ctx) {
   return do_return(ctx, 0x4807a020c2ull);
 }
+ON("uprobe") int count_194(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x48078020c2ull);
+}
 /* cuCtxSynchronize */
 ON("uprobe") int enter_190(struct pt_regs *ctx) {
   return do_enter(ctx, 0x48072020beull, 0);
 }
 ON("uprobe") int return_190(struct pt_regs *ctx) {
   return do_return(ctx, 0x48072020beull);
+}
+ON("uprobe") int count_190(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x48070020beull);
 }
 /* cudaLaunchKernel */
 ON("uprobe") int enter_1(struct pt_regs *ctx) {
@@ -140,6 +188,9 @@ ON("uprobe") int enter_62(struct pt_regs *ctx) {
 ON("uprobe") int return_62(struct pt_regs *ctx) {
   return do_return(ctx, 0x400180303eull);
 }
+ON("uprobe") int count_62(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x400160303eull);
+}
 /* cudaMemcpy */
 ON("uprobe") int enter_60(struct pt_regs *ctx) {
   return do_enter(ctx, 0x400140303cull, 0);
@@ -147,12 +198,18 @@ ON("uprobe") int enter_60(struct pt_regs *ctx) {
 ON("uprobe") int return_60(struct pt_regs *ctx) {
   return do_return(ctx, 0x400140303cull);
 }
+ON("uprobe") int count_60(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x400120303cull);
+}
 /* cudaFree */
 ON("uprobe") int enter_107(struct pt_regs *ctx) {
   return do_enter(ctx, 0x400540406bull, 0);
 }
 ON("uprobe") int return_107(struct pt_regs *ctx) {
   return do_return(ctx, 0x400540406bull);
+}
+ON("uprobe") int count_107(struct pt_regs *ctx) {
+  return do_launch(ctx, 0x400520406bull);
 }
 /* cudaLaunchKernel_ptsz */
 ON("uprobe") int enter_2(struct pt_regs *ctx) {

@@ -11,7 +11,7 @@ from stallscope.capture.loader import Loaded
 from stallscope.capture.perf_links import PerfLink
 from stallscope.capture.target import Point
 from stallscope.errors import CaptureProblem
-from stallscope.wire.hook_table import FEW, MAX_PERF_PROBES, Hook
+from stallscope.wire.hook_table import BY_ID, FEW, MAX_PERF_PROBES, Hook
 
 __all__ = ["Link", "MultiWay", "PerfWay", "Way", "way_of"]
 
@@ -111,8 +111,10 @@ class PerfWay:
 
     def _program(self, family: str, hook: Hook) -> int:
         half = "return" if family == "pair_return" else "enter"
+        if family == "launch" and BY_ID[hook.id].mode == "PAIR":
+            half = "count"  # this one's return is not probed
         name = family if self._cookies else f"{half}_{hook.id}"
-        if name not in self._programs or (family == "launch" and hook.mode == "PAIR" and not self._cookies):
+        if name not in self._programs:
             raise CaptureProblem(
                 f"cannot probe {hook.name}", why="there is no program for it without cookies", hint="--links perf"
             )
