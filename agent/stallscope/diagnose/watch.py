@@ -21,6 +21,7 @@ __all__ = ["Watch"]
 SUSPECT_NS = 1_000_000_000
 LEAST_NS, MOST_NS = 2_000_000_000, 3_500_000_000
 TIMES_P99 = 5
+CREATION_NS = 2_800_000_000
 CONFIRM_NS = 1_000_000_000
 LOOK_EVERY_NS = 400_000_000
 STRAGGLERS_EVERY_NS = 1_000_000_000
@@ -151,7 +152,7 @@ class Watch:
 
     def _threshold_ns(self, looker: Looker, verdict: Verdict) -> int:
         if verdict.key is not None and verdict.key[1] in ("init", "split"):
-            return MOST_NS  # ranks of a job start at different times
+            return CREATION_NS  # ranks of a job start at different times
         p99 = None
         if verdict.comm is not None:
             index = self._state.operations.index_of.get(looker.keys[verdict.comm])
