@@ -119,6 +119,7 @@ class Op:
     begun: bool = False
     known: bool = False
     returned: bool = True
+    place: int = 0
 
 
 class Job:
@@ -141,6 +142,7 @@ class Job:
         self.pc, self.issued = [0] * n, [[] for _ in range(n)]
         self.gpu_ops: list[list[Op]] = [[] for _ in range(n)]
         self.queues: list[dict[int, list[Op]]] = [defaultdict(list) for _ in range(n)]
+        self.fronts: list[dict[int, int]] = [defaultdict(int) for _ in range(n)]
         self.state: list[str] = [USER] * n
         self.api: list[str | None] = [None] * n
         self.since = [0] * n
@@ -182,6 +184,7 @@ class Job:
             self.issued[r].append(op)
             self.at[key][r] = op
         if item.what not in ("init", "split", "end"):
+            op.place = len(self.queues[r][item.stream])
             self.queues[r][item.stream].append(op)
             self.gpu_ops[r].append(op)
         return op
@@ -207,10 +210,12 @@ class Job:
                 self.issued[r][-1].returned = False
             return False
         if item.what == "sync":
-            if any(not op.done for op in self.gpu_ops[r]):
+            if any(self._front(r, stream) for stream in self.queues[r]):
                 self._state(r, IN_SYNC, "cudaStreamSynchronize")
                 return False
-            for op in self.issued[r]:
+            for op in reversed(self.issued[r]):
+                if op.known:
+                    break
                 op.known = True
         elif item.what in ("init", "split"):
             last = self.issued[r][-1] if self.issued[r] else None
@@ -228,10 +233,11 @@ class Job:
                 if not old.done:
                     self._state(r, IN_SYNC, "cudaEventSynchronize")
                     return False
-                for op in self.queues[r][old.item.stream]:
-                    op.known = True
-                    if op is old:
+                queue = self.queues[r][old.item.stream]
+                for op in reversed(queue[: old.place + 1]):
+                    if op.known:
                         break
+                    op.known = True
             self._issue(r, item)
         self._state(r, USER)
         self.pc[r] += 1
@@ -242,12 +248,11 @@ class Job:
     # Devices.
 
     def _front(self, r: int, stream: int) -> list[Op]:
-        queue = self.queues[r][stream]
-        first = next((i for i, op in enumerate(queue) if not op.done), None)
-        if first is None:
-            return []
-        batch = queue[first].batch
-        return [op for op in queue[first:] if op.batch == batch]
+        queue, first = self.queues[r][stream], self.fronts[r][stream]
+        while first < len(queue) and queue[first].done:
+            first += 1
+        self.fronts[r][stream] = first
+        return [op for op in queue[first : first + 8] if op.batch == queue[first].batch]
 
     def _device(self, r: int) -> bool:
         moved = False

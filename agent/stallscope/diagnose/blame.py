@@ -96,8 +96,8 @@ class Blame:
             self._steps[rank] = learn_step(self.calls(rank)[0][: self._until(rank) + 1])
         return self._steps[rank]
 
-    def upcoming(self, rank: int, count: int) -> list[Key]:
-        """The operations it would issue next, by its own history; empty where that shows no step."""
+    def upcoming(self, rank: int) -> list[Key]:
+        """The operations that it would issue in its next step, by its own history; empty where that shows no step."""
         step = self.step(rank)
         if step is None:
             return []
@@ -107,12 +107,12 @@ class Blame:
             return []
         numbers: dict[Key, int] = {}
         keys = []
-        for call in step.after(phase, count):
+        for call in step.after(phase, len(step.calls)):
             assert isinstance(call, Call)
-            past = len(self._replay.view.ranks[rank].operations)
-            number = numbers.get(call.prefix, self._replay.next_number(rank, call.prefix, past))
-            numbers[call.prefix] = number + 1
-            keys.append((*call.prefix, number))
+            if call.prefix not in numbers:
+                numbers[call.prefix] = self._issued(rank, call.prefix)
+            keys.append((*call.prefix, numbers[call.prefix]))
+            numbers[call.prefix] += 1
         return keys
 
     # Deviations.

@@ -110,7 +110,7 @@ class _Roots:
     def _first_missed(self, rank: int, keys: list[Key]) -> Key:
         """Of several operations, the one that the absent rank would have come to first."""
         if len(keys) > 1:
-            for key in self._blame.upcoming(rank, 4 * len(self._replay.view.ranks[rank].operations)):
+            for key in self._blame.upcoming(rank):
                 if key in keys:
                     return key
         return min(keys, key=lambda key: (self._graph[key].since_ns, keys.index(key)))
