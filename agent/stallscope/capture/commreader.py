@@ -38,7 +38,9 @@ BEFORE, BYTES = 24, 64  # what is copied: from so many bytes before the rank on
 NEW_A_LOOK, READ_A_LOOK = 4096, 64
 MAX_TRIES = 9  # with twice the pause each time, a minute
 SAMPLES, SAMPLED_NS = 8, 5_000_000_000
-TOLD_AT = (1, 3, SAMPLES)
+ENOUGH = 3  # for a vote
+TOLD_AT = (1, ENOUGH, SAMPLES)
+MAX_UNREAD = 3
 MAX_FILES = 256
 UNKNOWN = CommPlace(None, 0, None, 0, None)
 
@@ -48,22 +50,24 @@ class _Entry:
     """One communicator of one process; `row` is its place in the table.
 
     Attributes:
-        due_ns: when to read it; None when that is done.
+        due_ns: when to read it, while it is in `CommReader._due`.
         told: what the last frame said (start, data).
         counted: how many operations had been numbered at the last look.
-        samples: [our number, NCCL's counters..]; `sampled_ns` when the first was taken.
+        samples: [our number, NCCL's counters..]; `sampled_ns` when the first was taken; `unread`: how often there was
+            nothing to read.
     """
 
     row: int
     target: Target
     pointer: int
-    due_ns: int | None
+    due_ns: int
     tries: int = 0
     told: tuple[bytes, bytes] | None = None
     place: CommPlace = UNKNOWN
     counted: int = 0
     samples: list[list[int]] = field(default_factory=list)
     sampled_ns: int | None = None
+    unread: int = 0
 
 
 class CommReader:
@@ -82,6 +86,8 @@ class CommReader:
     ) -> None:  # fmt: skip
         self._tables, self._parser, self._send, self._read = tables, parser, send, read
         self._entries: dict[int, _Entry] = {}
+        self._due: dict[int, _Entry] = {}
+        self._unsampled: dict[int, _Entry] = {}
         self._passed: set[int] = set()
         self._files: dict[tuple[int, ...], CommPlace] = {}
         self._taken = self._made = 0
@@ -97,13 +103,18 @@ class CommReader:
         if made != self._made:
             self._made = made
             for entry in self._entries.values():
-                entry.due_ns, entry.tries = now + PERIOD_NS // 2, 0
+                self._read_soon(entry, now)
         if taken != self._taken:
             self._find(targets, now)
             self._taken = len(self._entries) + len(self._passed)
-        if self._entries:
+        if self._due:
             self._read_due(now)
+        if self._unsampled:
             self._sample_some(now)
+
+    def _read_soon(self, entry: _Entry, now: int) -> None:
+        entry.due_ns, entry.tries = now + PERIOD_NS // 2, 0
+        self._due[entry.row] = entry
 
     def _find(self, targets: Sequence[Target], now: int) -> None:
         keys = self._tables.comms.keys()
@@ -114,7 +125,8 @@ class CommReader:
             if owner is None:
                 self._passed.add(row)
             else:
-                self._entries[row] = _Entry(row, *owner, due_ns=now + PERIOD_NS // 2)
+                self._entries[row] = _Entry(row, *owner, due_ns=now)
+                self._read_soon(self._entries[row], now)
 
     def _owner(self, targets: Sequence[Target], key: int) -> tuple[Target, int] | None:
         """Whose key that is: addresses are below 2^57, other processes' keys rarely look like one."""
@@ -128,28 +140,35 @@ class CommReader:
         return found
 
     def _read_due(self, now: int) -> None:
-        due = [entry for entry in self._entries.values() if entry.due_ns is not None and entry.due_ns <= now]
+        due = [entry for entry in self._due.values() if entry.due_ns <= now]
         for entry in due[:READ_A_LOOK]:
             self._read_one(entry, now)
 
     def _read_one(self, entry: _Entry, now: int) -> None:
         if entry.target.ended:
-            del self._entries[entry.row]
-            self._passed.add(entry.row)
+            self._forget(entry)
             return
         counted = self._tables.comms.next(entry.row)
         place, start, data = self._fitting(entry)
         is_other = entry.told is not None and ((start, data) != entry.told or counted < entry.counted)
         entry.counted = counted
-        if is_other or entry.told is None:
-            entry.samples, entry.sampled_ns = [], None
         entry.tries += 1
         is_done = _is_finished(data) or entry.tries >= MAX_TRIES
-        entry.due_ns = None if is_done else now + (PERIOD_NS << entry.tries) - PERIOD_NS // 2
+        entry.due_ns = now + (PERIOD_NS << entry.tries) - PERIOD_NS // 2
+        if is_done:
+            del self._due[entry.row]
         # What is not finished yet may still become it; a reader takes the last frame.
         if entry.told is None or is_other:
             entry.place, entry.told = place, (start, data)
+            entry.samples, entry.sampled_ns, entry.unread = [], None, 0
             self._tell(entry, now)
+        if _is_finished(data) and place.seq_at is not None and len(entry.samples) < SAMPLES:
+            self._unsampled[entry.row] = entry
+
+    def _forget(self, entry: _Entry) -> None:
+        for table in (self._entries, self._due, self._unsampled):
+            table.pop(entry.row, None)
+        self._passed.add(entry.row)
 
     def _fitting(self, entry: _Entry) -> tuple[CommPlace, bytes, bytes]:
         """The library whose offsets make sense of the memory, else the first; and the memory."""
@@ -194,25 +213,29 @@ class CommReader:
             Kind.COMM,
             {"at_ns": now, "proc": entry.target.proc, "pointer": entry.pointer, "by": place.by,
              "rank_at": place.rank_at, "start": start, "data": data, "version": place.version,
-             "samples": entry.samples},
+             "samples": list(entry.samples)},
         )  # fmt: skip
 
     def _sample_some(self, now: int) -> None:
-        wanted = [entry for entry in self._entries.values() if _wants_samples(entry, now)]
-        if not wanted:
-            return
+        wanted = list(self._unsampled.values())
         self._turn = (self._turn + READ_A_LOOK) % len(wanted) if len(wanted) > READ_A_LOOK else 0
         busy = _Busy(self._tables.rows.inflight())
         for entry in (wanted[self._turn :] + wanted)[: min(READ_A_LOOK, len(wanted))]:
             self._sample(entry, now, busy)
+            if _has_enough(entry, now):
+                self._unsampled.pop(entry.row, None)
 
     def _sample(self, entry: _Entry, now: int, busy: _Busy) -> None:
         """NCCL counts at the launch, we at the entry: only where no call is under way are the two comparable."""
         before = self._tables.comms.next(entry.row)
         place = entry.place
-        if entry.target.ended or place.seq_at is None or busy.has(entry.target.pid, entry.pointer):
+        if entry.target.ended:
+            self._forget(entry)
+            return
+        if place.seq_at is None or busy.has(entry.target.pid, entry.pointer):
             return
         (words,) = self._read(entry.target.pid, [(entry.pointer + place.seq_at, 8 * place.functions)])
+        entry.unread += not words
         if not words or self._tables.comms.next(entry.row) != before:
             return
         entry.samples.append([before, *struct.unpack(f"<{place.functions}Q", words)])
@@ -240,10 +263,11 @@ class _Busy:
         return tgid in self._groups or (tgid, pointer) in self._words
 
 
-def _wants_samples(entry: _Entry, now: int) -> bool:
-    if entry.place.seq_at is None or entry.due_ns is not None or len(entry.samples) >= SAMPLES:
-        return False
-    return entry.sampled_ns is None or now - entry.sampled_ns < SAMPLED_NS
+def _has_enough(entry: _Entry, now: int) -> bool:
+    if len(entry.samples) >= SAMPLES or entry.unread >= MAX_UNREAD:
+        return True
+    has_few = len(entry.samples) < ENOUGH or entry.sampled_ns is None
+    return not has_few and now - (entry.sampled_ns or 0) >= SAMPLED_NS
 
 
 def _is_finished(data: bytes) -> bool:
