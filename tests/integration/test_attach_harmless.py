@@ -59,6 +59,7 @@ def named(tracer: Tracer) -> dict[str, int]:
             for name, mark in (
                 ("aggregate", b"aggregator"),
                 ("parser", b"stallscope.parser"),
+                ("poller", b"stallscope.poller"),
                 ("helper", b"bcc_helper"),
             ):
                 if mark in words:
@@ -70,7 +71,7 @@ def named(tracer: Tracer) -> dict[str, int]:
 def test_killed_at_a_random_moment(turn: int, places: dict[Path, list[tuple[int, bytes]]]) -> None:
     """SIGKILL to one of the tracer's processes, under load; then to the rest of them."""
     chance = random.Random(turn)
-    victim = ("capture", "aggregate", "parser", "helper", "capture")[turn % 5]
+    victim = ("capture", "aggregate", "parser", "helper", "poller")[turn % 5]
     environment = {"STALLSCOPE_SIM_DRIVER": "exported", "MILLION_LINGER": "1"}
     with Program(WORDS, env=environment) as program:
         program.wait_for("ready")

@@ -216,4 +216,7 @@ def small() -> Kit:
     kit.count("cudaEventSynchronize", calls=1)
     kit.add(Kind.NOTE, at_ns=kit.now, proc=1, text="a note")
     kit.add(Kind.LOST, at_ns=kit.now, places={"bulk ring full": 0, "vital ring full": 0})
+    devices = [[0, "GPU-0", 99, 78_000, 700_000, 1755, 1980, 5 << 30, 0, [4242]], [1, *[None] * 8, []]]
+    kit.add(Kind.GPU, at_ns=kit.now, note="NVML: GPU 1: lost", devices=devices)
+    kit.add(Kind.WITNESS, at_ns=kit.now, source="ras", says="NCCL 2.28.9: 1 communicator", detail={"pids": [4242]})
     return kit.bye()

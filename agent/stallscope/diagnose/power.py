@@ -89,12 +89,12 @@ def _clause(group: Group, total: int) -> str:
 
 def _judge(gpu: Gpu, wanted: frozenset[int], from_ns: int, to_ns: int) -> _Device | None:
     """What a device did; None when none of the processes used it in that time, or NVML gave no utilisation."""
-    samples = [s for s in gpu.samples if from_ns <= s.at_ns <= to_ns and s.pids & wanted and s.util_percent is not None]
+    samples = [s for s in gpu.samples if from_ns <= s.at_ns <= to_ns and s.pids & wanted]
     # NVML's figures are means over the last second or so.
     samples = [s for s in samples if s.at_ns >= from_ns + SETTLE_NS] or samples[-1:]
-    if not samples:
+    util = _median([s.util_percent for s in samples])
+    if util is None:
         return None
-    util = median(s.util_percent for s in samples if s.util_percent is not None)
     power = _median([s.power_mw for s in samples])
     limit = _median([s.power_limit_mw for s in samples])
     before = [s for s in gpu.samples if s.at_ns < from_ns and s.pids & wanted]
@@ -116,13 +116,13 @@ def _when_busy(samples: list[Sample]) -> float | None:
 def _doing(util: float, power: float | None, limit: float | None, when_busy: float | None) -> str:
     if util < IDLE_PERCENT:
         return "idle"
-    if util < BUSY_PERCENT or power is None or (not limit and when_busy is None):
+    if power is None or (not limit and when_busy is None):
         return "unclear"
+    if limit and power >= HIGH_SHARE * limit:
+        return "computing"
     below_limit = not limit or power < LOW_SHARE * limit
     below_work = when_busy is None or power < AS_BEFORE * when_busy
     if below_limit and below_work:
-        return "spinning"
-    if limit and power >= HIGH_SHARE * limit:
-        return "computing"
+        return "spinning" if util >= BUSY_PERCENT else "unclear"
     # Little power as ever may be light work, or a job that was spinning before as well.
     return "unclear" if below_work or (limit and below_limit) else "computing"

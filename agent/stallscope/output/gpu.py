@@ -95,7 +95,7 @@ def _devices(gpus: list[Row]) -> list[str]:
     power = f"power {_span(gpus, 'power_w')} of {limit} W" if limit != "?" else f"power {_span(gpus, 'power_w')} W"
     slowed = sum(bool(set(gpu["throttle"] or ()) - _HARMLESS) for gpu in gpus)
     how_many = f"{len(gpus)} GPUs" if len(gpus) > 1 else "1 GPU"
-    throttled = f", {slowed} with lowered clocks" if slowed else ""
+    throttled = f", {slowed} throttled" if slowed else ""
     return [f"NVML, {how_many} at the end: utilisation {_span(gpus, 'util_percent')} %, {power}{throttled}"]
 
 

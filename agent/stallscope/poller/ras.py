@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from stallscope.poller.ras_answer import Testimony, testimony
+from stallscope.poller.ras_answer import Testimony, read_answer
 
 __all__ = ["PORT", "Answer", "Asker", "RasProblem", "ask"]
 
@@ -164,4 +164,4 @@ class Asker:
             answer = ask(self._port)
         except RasProblem as problem:
             return Testimony(f"NCCL's RAS service (port {self._port}) could not be asked: {problem}", {})
-        return None if answer is None else testimony(answer.text, cut=answer.cut)
+        return None if answer is None else read_answer(answer.text, cut=answer.cut)

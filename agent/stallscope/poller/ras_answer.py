@@ -11,13 +11,14 @@ import re
 from collections import Counter
 from typing import Any, NamedTuple
 
-__all__ = ["Testimony", "testimony"]
+__all__ = ["Testimony", "read_answer"]
 
 MAX_PIDS = 1024
 MAX_COMMS = 4096
 MAX_RANKS = 1 << 17
 SHOWN_RANKS = 4
 SHOWN_COMMS = 2
+MAX_CLAUSES = 6
 SUCCESS, IN_PROGRESS = 0, 7
 
 _VERSION = re.compile(r"\d{1,3}(\.\d{1,3}){1,3}[\w+.-]{0,16}", re.A)
@@ -46,7 +47,7 @@ class _Nonsense(ValueError):
     """JSON, but not of RAS."""
 
 
-def testimony(answer: str, *, cut: bool = False) -> Testimony:
+def read_answer(answer: str, *, cut: bool = False) -> Testimony:
     """Read an answer. Never raises for what it holds."""
     if answer.lstrip().startswith("{"):
         try:
@@ -100,7 +101,9 @@ def _of_json(answer: Any, cut: bool) -> Testimony:
         pids += [pid for row in (*ranks, *missing) if (pid := _number(row, "pid")) is not None and pid > 0]
         wrong = [*_missing(missing), *_states(ranks), *_counts(ranks)]
         if wrong:
-            troubles.append(f"{_hash(comm.get('hash'))} of {_number(comm, 'size') or '?'} ranks: {'; '.join(wrong)}")
+            troubles.append(
+                f"{_hash(comm.get('hash'))} of {_number(comm, 'size') or '?'} ranks: {'; '.join(wrong[:MAX_CLAUSES])}"
+            )
     name = _version(answer.get("nccl_version"))
     head = f"{name}: {_many(len(comms), 'communicator')}, {_many(len(set(pids)), 'process', 'processes')}"
     return Testimony(_lines(head, troubles), _detail(name, pids, [_hash(comm.get("hash")) for comm in comms], cut))
@@ -189,8 +192,9 @@ def _of_text(answer: str, cut: bool) -> Testimony:
     head = f"{name}: {_many(sum(states.values()), 'communicator')}" + (f" ({told})" if told else "")
     parts = [*_TEXT_TROUBLE.finditer(answer)]
     ends = [part.start() for part in parts[1:]] + [len(answer)]
-    troubles = [_of_part(part, answer[part.end() : end]) for part, end in zip(parts, ends, strict=True)]
-    return Testimony(_lines(head, troubles), _detail(name, pids, [_hash(part[1]) for part in parts], cut))
+    troubles = [_of_part(part, answer[part.end() : end]) for part, end in zip(parts, ends, strict=False)]
+    says = head if not troubles and any(not words.endswith(" OK") for words in states) else _lines(head, troubles)
+    return Testimony(says, _detail(name, pids, [_hash(part[1]) for part in parts], cut))
 
 
 def _of_part(head: re.Match[str], body: str) -> str:
