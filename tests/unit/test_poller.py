@@ -214,6 +214,43 @@ def test_it_has_no_privileges(needs_root: None) -> None:
     assert {status[name].strip("0") for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {""}
 
 
+NOTHING_MORE = """
+import socket, sys, threading
+import stallscope.poller.__main__
+from stallscope.poller import nvml, ras, ras_answer
+listener = socket.create_server(("127.0.0.1", 0))
+def talk():
+    for answer in (b"SERVER PROTOCOL 2\\nOK\\nOK\\n" + b'{"communicators": [{"ranks": [{"pid": 1}]}]}', b"x\\n"):
+        sock, _ = listener.accept()
+        sock.sendall(answer)
+        sock.shutdown(socket.SHUT_WR)
+before = set(sys.modules)
+nvml.Nvml().look()
+threading.Thread(target=talk, daemon=True).start()
+port = listener.getsockname()[1]
+asker = ras.Asker(port)
+for _ in range(2):
+    print(asker._hear().says)
+listener.close()
+assert asker._hear() is None
+for answer in ("{", "NCCL version 2.27.3"):
+    print(ras_answer.read_answer(answer).says)
+print(sorted(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.parametrize("library", [NVML, None])
+def test_no_module_is_loaded_once_the_privileges_are_gone(library: Path | None) -> None:
+    """The package may lie where only root can read."""
+    head = f"import ctypes; ctypes.CDLL({str(library)!r}, mode=ctypes.RTLD_GLOBAL)\n" if library else ""
+    command = [sys.executable, "-I", "-c", head + NOTHING_MORE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answered, refused, *others = done.stdout.splitlines() or [done.stderr, ""]
+    assert answered == "NCCL of unknown version: 1 communicator, 1 process; it sees no difference between ranks"
+    assert refused.endswith("could not be asked: it does not speak the protocol of RAS")
+    assert others == ["NCCL of unknown version; its answer is damaged", "NCCL 2.27.3: 0 communicators", "[]"]
+
+
 # the thread that may hang
 
 

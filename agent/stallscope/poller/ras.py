@@ -23,7 +23,7 @@ PERIOD_NS = 10_000_000_000
 MAX_ANSWER_BYTES = 256 << 10
 MAX_LINE_BYTES = 256
 # RAS listens on what "localhost" means to it.
-HOSTS = ("127.0.0.1", "::1")
+HOSTS = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 
 
 class RasProblem(Exception):
@@ -103,13 +103,18 @@ def ask(port: int = PORT, time_out_s: float = TIME_OUT_S) -> Answer | None:
 
 
 def _connected(port: int, end_s: float) -> socket.socket | None:
-    for host in HOSTS:
+    for family, host in HOSTS:
+        # No name service: it would load modules, which this user may be unable to read.
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.settimeout(max(0.001, end_s - time.monotonic()))
         try:
-            return socket.create_connection((host, port), timeout=max(0.001, end_s - time.monotonic()))
-        except TimeoutError:
-            raise
-        except OSError:
+            sock.connect((host, port))
+        except OSError as error:
+            sock.close()
+            if isinstance(error, TimeoutError):
+                raise
             continue  # refused, or no such address on this host
+        return sock
     return None
 
 

@@ -193,7 +193,8 @@ def _of_text(answer: str, cut: bool) -> Testimony:
     parts = [*_TEXT_TROUBLE.finditer(answer)]
     ends = [part.start() for part in parts[1:]] + [len(answer)]
     troubles = [_of_part(part, answer[part.end() : end]) for part, end in zip(parts, ends, strict=False)]
-    says = head if not troubles and any(not words.endswith(" OK") for words in states) else _lines(head, troubles)
+    all_well = bool(states) and all(words.endswith(" OK") for words in states) and not cut
+    says = _lines(head, troubles) if troubles or all_well else head
     return Testimony(says, _detail(name, pids, [_hash(part[1]) for part in parts], cut))
 
 
