@@ -8,6 +8,7 @@ Prints a line as each run ends, in Markdown; exits with 1 if one was wrong.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ def main() -> int:
     unknown = set(args.kinds.split(",")) - set(KINDS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that jobs and tracers end, too
     wrong = run_all(list(_cases(args)), verbose=args.v)
     return 1 if wrong else 0
 

@@ -87,12 +87,12 @@ def _incident(case: Case, run: Run, incident: Json) -> Iterator[str]:
         yield f"culprits {_culprits(incident, run.truth)} instead of {wanted}"
     pids = _pids(run.truth)
     for place in (*incident["culprits"], *incident["victims"]):
-        if place["global_rank"] not in (None, pids.get(place["pid"])):
+        if place["global_rank"] != pids.get(place["pid"]):
             yield f"pid {place['pid']} is global rank {pids.get(place['pid'])}, not {place['global_rank']}"
     if answer.evidence and incident["evidence"] not in answer.evidence:
         yield f"evidence {incident['evidence']}"
-    if answer.named and not _is_its_communicator(case, run, incident):
-        yield f"communicator {incident['comm']} is not one in which others wait for it"
+    if answer.named:
+        yield from _communicator(case, run, incident)
     yield from _more(case, run, incident)
 
 
@@ -109,9 +109,19 @@ def _groups(case: Case, truth: Json) -> list[Json]:
     return waited_on
 
 
-def _is_its_communicator(case: Case, run: Run, incident: Json) -> bool:
+def _communicator(case: Case, run: Run, incident: Json) -> Iterator[str]:
+    """The right one, and the culprits' ranks in it."""
     row = next((c for c in run.report["communicators"] if c["id"] == incident["comm"]), None)
-    return row is not None and any(_is_that(row, group, run) for group in _groups(case, run.truth))
+    group = next((g for g in _groups(case, run.truth) if row is not None and _is_that(row, g, run)), None)
+    if group is None:
+        yield f"communicator {incident['comm']} is not one in which others wait for it"
+        return
+    pids = _pids(run.truth)
+    for culprit in incident["culprits"]:
+        member = pids.get(culprit["pid"])
+        rank = group["ranks"].index(member) if member in group["ranks"] else None
+        if culprit["rank"] != rank:
+            yield f"rank {culprit['rank']} in its communicator instead of {rank}"
 
 
 def _is_that(row: Json, group: Json, run: Run) -> bool:

@@ -41,7 +41,7 @@ def incident(case: Case) -> Json:
     named = truth(case)["fault"]["culprits"] if answer.named else []
     return {
         "class": answer.kinds[0], "comm": "c2", "summary": "ncclCommAbort", "reported_ns": 13 * SECOND, "victims": [],
-        "culprits": [{"pid": 100 + r, "global_rank": r, "stack": None, "waiting_in": waiting} for r in named],
+        "culprits": [{"pid": 100 + r, "global_rank": r, "rank": r if r < 2 else None, "stack": None, "waiting_in": waiting} for r in named],
         "evidence": (answer.evidence or ("api",))[0], "ended": late, "outcome": "resolved" if late else "running",
         "duration_ns": 8 * SECOND,
     }  # fmt: skip
@@ -91,8 +91,16 @@ def another_member(report: Json) -> None:
 WRONG: dict[str, Callable[[Json], None]] = {
     "instead of": of_incident(**{"class": "DIED"}),
     "culprits": of_incident(culprits=[]),
-    "culprits [0]": of_incident(culprits=[{"pid": 100, "global_rank": None, "stack": [{}], "waiting_in": None}]),
+    "culprits [0]": of_incident(
+        culprits=[{"pid": 100, "global_rank": 0, "rank": 0, "stack": [{}], "waiting_in": None}]
+    ),
     "is global rank": of_incident(victims=[{"pid": 104, "global_rank": 5}]),
+    "rank 0 in its": of_incident(
+        culprits=[{"pid": 101, "global_rank": 1, "rank": 0, "stack": [{}], "waiting_in": None}]
+    ),
+    "is global rank 1, not None": of_incident(
+        culprits=[{"pid": 101, "global_rank": None, "rank": 1, "stack": [{}], "waiting_in": None}]
+    ),
     "evidence": of_incident(evidence="host_state"),
     "is not one in which": of_incident(comm="c1"),
     "is not one": another_member,
@@ -102,7 +110,7 @@ WRONG: dict[str, Callable[[Json], None]] = {
     "2 incidents": lambda report: report["incidents"].append(report["incidents"][0]),
     "while it goes on": of_incident(ended=True, outcome="resolved"),
     "where the culprit's host is": of_incident(
-        culprits=[{"pid": 101, "global_rank": 1, "stack": None, "waiting_in": None}]
+        culprits=[{"pid": 101, "global_rank": 1, "rank": 1, "stack": None, "waiting_in": None}]
     ),
 }
 
@@ -119,7 +127,7 @@ def test_what_only_some_kinds_have() -> None:
     ]
     assert changed(Case("late"), of_incident(duration_ns=4 * SECOND)) == ["lasted 8.00 s, reported as 4.00 s"]
     assert "ncclCommAbort is not named" in changed(Case("in-abort"), of_incident(summary="x"))[0]
-    nothing = [{"pid": 101, "global_rank": 1, "stack": [{}], "waiting_in": None}]
+    nothing = [{"pid": 101, "global_rank": 1, "rank": 1, "stack": [{}], "waiting_in": None}]
     assert "the file" in changed(Case("io"), of_incident(culprits=nothing))[0]
     one_more = changed(Case("many-short"), lambda report: report["episodes"].append({"proc": 1, "count": 1}))
     assert one_more == ["21 episodes of rank 1 instead of 20"]
