@@ -89,6 +89,8 @@ def _incident(case: Case, run: Run, incident: Json) -> Iterator[str]:
     for place in (*incident["culprits"], *incident["victims"]):
         if place["global_rank"] != pids.get(place["pid"]):
             yield f"pid {place['pid']} is global rank {pids.get(place['pid'])}, not {place['global_rank']}"
+    if incident["label"] not in (None, "warm_up"):
+        yield f"labelled {incident['label']}"
     if answer.evidence and incident["evidence"] not in answer.evidence:
         yield f"evidence {incident['evidence']}"
     if answer.named:

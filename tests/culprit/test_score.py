@@ -40,7 +40,7 @@ def incident(case: Case) -> Json:
     waiting = {"syscall": "read", "file": "/x/batches", "wchan": None}
     named = truth(case)["fault"]["culprits"] if answer.named else []
     return {
-        "class": answer.kinds[0], "comm": "c2", "summary": "ncclCommAbort", "reported_ns": 13 * SECOND, "victims": [],
+        "class": answer.kinds[0], "label": None, "comm": "c2", "summary": "ncclCommAbort", "reported_ns": 13 * SECOND, "victims": [],
         "culprits": [{"pid": 100 + r, "global_rank": r, "rank": r if r < 2 else None, "stack": None, "waiting_in": waiting} for r in named],
         "evidence": (answer.evidence or ("api",))[0], "ended": late, "outcome": "resolved" if late else "running",
         "duration_ns": 8 * SECOND,
@@ -101,6 +101,7 @@ WRONG: dict[str, Callable[[Json], None]] = {
     "is global rank 1, not None": of_incident(
         culprits=[{"pid": 101, "global_rank": None, "rank": 1, "stack": [{}], "waiting_in": None}]
     ),
+    "labelled": of_incident(label="checkpoint"),
     "evidence": of_incident(evidence="host_state"),
     "is not one in which": of_incident(comm="c1"),
     "is not one": another_member,

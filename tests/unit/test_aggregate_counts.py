@@ -244,12 +244,13 @@ def test_exit_image_and_inferred() -> None:
     kit.add(Kind.INFERRED, proc=1, tid=5, hook=hook, since_ns=START + 10, at_ns=START + 10, ended=None)
     kit.add(Kind.INFERRED, proc=1, tid=6, hook=hook, since_ns=START + 10, at_ns=START + 10, ended=None)
     kit.add(Kind.INFERRED, proc=1, tid=6, hook=hook, since_ns=START + 10, at_ns=START + 20, ended="left the frame")
-    kit.add(Kind.IMAGE, proc=1, at_ns=START + 30, name="other", cmdline=["other"])
+    kit.add(Kind.IMAGE, proc=1, at_ns=START + 30, name="other", cmdline=["other"], env={"RANK": "3"})
     kit.add(Kind.TICK, at_ns=START + 5_000)
     report = kit.report()
     assert [(r["tid"], r["inferred"], r["age_ns"], r["age_ns_is"]) for r in report["in_flight"]] == [
         (5, True, 4990, "lower_bound")]  # fmt: skip
-    assert report["processes"][0]["name"] == "other" and report["processes"][0]["exit"] is None
+    (process,) = report["processes"]
+    assert (process["name"], process["exit"], process["global_rank"]) == ("other", None, 3)
     kit.add(Kind.EXIT, proc=1, at_ns=START + 6_000, code=None, signal=9)
     report = kit.report()
     assert report["in_flight"] == []

@@ -141,6 +141,7 @@ class Processes:
         process = self.get(body)
         if process:
             process.name, process.cmdline = text(body, "name"), texts(body, "cmdline")
+            process.env = _environment(body) if "env" in body else process.env
 
     def end(self, body: Body) -> None:
         """An EXIT frame."""

@@ -122,5 +122,5 @@ def _state_of_things() -> Iterator[tuple[Kind, dict[str, Any]]]:
     for pids in ([1], [1, 3], [3]):
         yield Kind.WITNESS, {"at_ns": 400, "source": "ras", "says": f"{NAME}\n{NAME}", "detail": {"pids": pids}}
     yield Kind.COST, {"at_ns": 400, "cpu_ns": 1, "rss_bytes": 1, "processes": {"capture": [1, 1]}}
-    yield Kind.IMAGE, {"proc": 2, "at_ns": 400, "name": f"{NAME} 2", "cmdline": []}
+    yield Kind.IMAGE, {"proc": 2, "at_ns": 400, "name": f"{NAME} 2", "cmdline": [], "env": {}}
     yield Kind.EXIT, {"proc": 2, "at_ns": 500, "code": None, "signal": SIGKILL}
