@@ -12,6 +12,7 @@ from stallscope.sim.job.faults import parse_fault
 from stallscope.sim.job.layout import Layout
 from stallscope.sim.job.schedule import Call, Transfer, schedule
 
+LEAST_EPISODES = 0.9
 Json = dict[str, Any]
 
 
@@ -193,8 +194,11 @@ def _pid(report: Json, proc: int) -> int:
 
 
 def _episodes(run: Run) -> Iterator[str]:
+    """Nearly all of its pauses, and more time than anybody else's; busy machines add waits of their own."""
     plan = run.truth["fault"]
     ours = episodes_of(run, plan["rank"])
     number, pauses = sum(row["count"] for row in ours), len(plan["pauses"])
-    if number != pauses:
+    if number < LEAST_EPISODES * pauses:
         yield f"{number} episodes of rank {plan['rank']} instead of {pauses}"
+    if ours and run.report["episodes"][0]["proc"] != ours[0]["proc"]:
+        yield f"rank {plan['rank']} is not the one that others waited for longest"

@@ -130,8 +130,10 @@ def test_what_only_some_kinds_have() -> None:
     assert "ncclCommAbort is not named" in changed(Case("in-abort"), of_incident(summary="x"))[0]
     nothing = [{"pid": 101, "global_rank": 1, "rank": 1, "stack": [{}], "waiting_in": None}]
     assert "the file" in changed(Case("io"), of_incident(culprits=nothing))[0]
-    one_more = changed(Case("many-short"), lambda report: report["episodes"].append({"proc": 1, "count": 1}))
-    assert one_more == ["21 episodes of rank 1 instead of 20"]
+    two_less = changed(Case("many-short"), lambda report: report["episodes"][0].update(count=9))
+    assert two_less == ["17 episodes of rank 1 instead of 20"]
+    other = changed(Case("many-short"), lambda report: report["episodes"].reverse())
+    assert other == ["rank 1 is not the one that others waited for longest"]
     some = changed(Case("many-short"), lambda report: report["incidents"].append(incident(Case("never"))))
     assert some == ["1 incidents where there is none"]
     late = run_of(Case("slow"))._replace(steps_then=90)
