@@ -49,7 +49,7 @@ ON("uprobe") int return_300(struct pt_regs *ctx) {
   return do_return(ctx, 0x16430dc0812cull);
 }
 ON("uprobe") int count_300(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x16430da0812cull);
+  return do_launch(ctx, 0x16430dc0812cull);
 }
 /* ncclGroupEnd */
 ON("uprobe") int enter_341(struct pt_regs *ctx) {
@@ -59,7 +59,7 @@ ON("uprobe") int return_341(struct pt_regs *ctx) {
   return do_return(ctx, 0x4210608155ull);
 }
 ON("uprobe") int count_341(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x4210408155ull);
+  return do_launch(ctx, 0x4210608155ull);
 }
 /* ncclCommInitRankConfig */
 ON("uprobe") int enter_352(struct pt_regs *ctx) {
@@ -69,7 +69,7 @@ ON("uprobe") int return_352(struct pt_regs *ctx) {
   return do_return(ctx, 0x1005210c08160ull);
 }
 ON("uprobe") int count_352(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x1005210a08160ull);
+  return do_launch(ctx, 0x1005210c08160ull);
 }
 /* ncclCommInitRank */
 ON("uprobe") int enter_351(struct pt_regs *ctx) {
@@ -79,7 +79,7 @@ ON("uprobe") int return_351(struct pt_regs *ctx) {
   return do_return(ctx, 0x1005210a0815full);
 }
 ON("uprobe") int count_351(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x100521080815full);
+  return do_launch(ctx, 0x1005210a0815full);
 }
 /* ncclReduceScatter */
 ON("uprobe") int enter_301(struct pt_regs *ctx) {
@@ -89,7 +89,7 @@ ON("uprobe") int return_301(struct pt_regs *ctx) {
   return do_return(ctx, 0x16430de0812dull);
 }
 ON("uprobe") int count_301(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x16430dc0812dull);
+  return do_launch(ctx, 0x16430de0812dull);
 }
 /* ncclAllGather */
 ON("uprobe") int enter_305(struct pt_regs *ctx) {
@@ -99,7 +99,7 @@ ON("uprobe") int return_305(struct pt_regs *ctx) {
   return do_return(ctx, 0x5430e608131ull);
 }
 ON("uprobe") int count_305(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x5430e408131ull);
+  return do_launch(ctx, 0x5430e608131ull);
 }
 /* ncclBroadcast */
 ON("uprobe") int enter_303(struct pt_regs *ctx) {
@@ -109,7 +109,7 @@ ON("uprobe") int return_303(struct pt_regs *ctx) {
   return do_return(ctx, 0x16430e20812full);
 }
 ON("uprobe") int count_303(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x16430e00812full);
+  return do_launch(ctx, 0x16430e20812full);
 }
 /* ncclSend */
 ON("uprobe") int enter_330(struct pt_regs *ctx) {
@@ -119,7 +119,7 @@ ON("uprobe") int return_330(struct pt_regs *ctx) {
   return do_return(ctx, 0x5430fe0814aull);
 }
 ON("uprobe") int count_330(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x5430fc0814aull);
+  return do_launch(ctx, 0x5430fe0814aull);
 }
 /* ncclRecv */
 ON("uprobe") int enter_331(struct pt_regs *ctx) {
@@ -129,7 +129,7 @@ ON("uprobe") int return_331(struct pt_regs *ctx) {
   return do_return(ctx, 0x5431000814bull);
 }
 ON("uprobe") int count_331(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x5430fe0814bull);
+  return do_launch(ctx, 0x5431000814bull);
 }
 /* cuStreamSynchronize */
 ON("uprobe") int enter_192(struct pt_regs *ctx) {
@@ -139,7 +139,7 @@ ON("uprobe") int return_192(struct pt_regs *ctx) {
   return do_return(ctx, 0x48076020c0ull);
 }
 ON("uprobe") int count_192(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x48074020c0ull);
+  return do_launch(ctx, 0x48076020c0ull);
 }
 /* cuEventSynchronize */
 ON("uprobe") int enter_194(struct pt_regs *ctx) {
@@ -149,7 +149,7 @@ ON("uprobe") int return_194(struct pt_regs *ctx) {
   return do_return(ctx, 0x4807a020c2ull);
 }
 ON("uprobe") int count_194(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x48078020c2ull);
+  return do_launch(ctx, 0x4807a020c2ull);
 }
 /* cuCtxSynchronize */
 ON("uprobe") int enter_190(struct pt_regs *ctx) {
@@ -159,7 +159,7 @@ ON("uprobe") int return_190(struct pt_regs *ctx) {
   return do_return(ctx, 0x48072020beull);
 }
 ON("uprobe") int count_190(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x48070020beull);
+  return do_launch(ctx, 0x48072020beull);
 }
 /* cudaLaunchKernel */
 ON("uprobe") int enter_1(struct pt_regs *ctx) {
@@ -189,7 +189,7 @@ ON("uprobe") int return_62(struct pt_regs *ctx) {
   return do_return(ctx, 0x400180303eull);
 }
 ON("uprobe") int count_62(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x400160303eull);
+  return do_launch(ctx, 0x400180303eull);
 }
 /* cudaMemcpy */
 ON("uprobe") int enter_60(struct pt_regs *ctx) {
@@ -199,7 +199,7 @@ ON("uprobe") int return_60(struct pt_regs *ctx) {
   return do_return(ctx, 0x400140303cull);
 }
 ON("uprobe") int count_60(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x400120303cull);
+  return do_launch(ctx, 0x400140303cull);
 }
 /* cudaFree */
 ON("uprobe") int enter_107(struct pt_regs *ctx) {
@@ -209,7 +209,7 @@ ON("uprobe") int return_107(struct pt_regs *ctx) {
   return do_return(ctx, 0x400540406bull);
 }
 ON("uprobe") int count_107(struct pt_regs *ctx) {
-  return do_launch(ctx, 0x400520406bull);
+  return do_launch(ctx, 0x400540406bull);
 }
 /* cudaLaunchKernel_ptsz */
 ON("uprobe") int enter_2(struct pt_regs *ctx) {
