@@ -176,7 +176,7 @@ def test_it_takes_no_longer_than_it_may(parser: ParserClient, compiled: Callable
     for name in names[1:]:
         shared(compiled, f"lib{name}", PLAIN.replace("NAME", f"use_{name}"))
     last = shared(compiled, "libn0", CANCELS.replace("NAME", "use_n0"))  # mapped first, at the highest address
-    counting = Counting(parser, slow_s=BUDGET_NS / 2.5e9)
+    counting = Counting(parser, slow_s=BUDGET_NS / 1.5e9)
     cancelling = Cancelling(counting)  # type: ignore[arg-type]
     with running(linked_with(compiled, tmp_path, *names)) as pid:
         answers = []

@@ -21,7 +21,7 @@ __all__ = ["Cancelling"]
 
 CANCEL = "pthread_cancel"
 MAX_KNOWN, MAX_LINKED = 4096, 256
-DEADLINE_S, BUDGET_NS = 0.2, 150_000_000
+LIBRARY_DEADLINE_S, BUDGET_NS = 0.5, 150_000_000
 NOTHING = Imports(frozenset(), [])
 # The C library, and NVIDIA's, whose threads don't call the functions that are probed at their return.
 _OWN = re.compile(r"(ld-linux.*|libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|libnvidia-.*)[.-]")
@@ -40,14 +40,15 @@ class Cancelling:
         self._files: dict[_FileId, Imports] = {}
 
     def who(self, pid: int) -> str | None:
-        """Path of the first file found that imports pthread_cancel; None: there is none, or it can't be told in 0.15 s.
+        """Path of the first file found that imports pthread_cancel; None: there is none, or the libraries are too many.
 
-        The next time it goes on where it stopped, for files are remembered.
+        Then the next look goes on where this one stopped, for files are remembered.
         """
-        end_ns = time.monotonic_ns() + BUDGET_NS
+        end_ns: int | None = None
         for mapping, imports in self._linked(pid):
             if CANCEL in imports.imported:
                 return clean(mapping.path)
+            end_ns = end_ns or time.monotonic_ns() + BUDGET_NS
             if time.monotonic_ns() > end_ns:
                 break
         return None
@@ -57,7 +58,9 @@ class Cancelling:
         linked = {(m.device, m.inode) for m, _ in self._linked(pid)}
         for mapping in _files_of(pid):
             if (mapping.device, mapping.inode) not in linked and not _is_own(mapping):
-                yield clean(mapping.path) if CANCEL in self._imports(pid, mapping).imported else None
+                yield (
+                    clean(mapping.path) if CANCEL in self._imports(pid, mapping, LIBRARY_DEADLINE_S).imported else None
+                )
 
     def _linked(self, pid: int) -> Iterator[tuple[Mapping, Imports]]:
         """The program, the libraries it is linked with, those that they are linked with, and so on."""
@@ -69,24 +72,25 @@ class Cancelling:
         todo, rest = [m for m in files if m.inode == program], [m for m in files if not _is_own(m)]
         seen: set[str] = set()
         for mapping in todo:
-            imports = self._imports(pid, mapping)
+            # The program has the parser's usual time, for the parser may only be starting.
+            imports = self._imports(pid, mapping, None if mapping.inode == program else LIBRARY_DEADLINE_S)
             yield mapping, imports
             stems = {_stem(name) for name in imports.needed} - seen
             seen |= stems
             found = [m for m in rest if m not in todo and _stem(m.path) in stems]
             todo += found[: MAX_LINKED - len(todo)]
 
-    def _imports(self, pid: int, mapping: Mapping) -> Imports:
+    def _imports(self, pid: int, mapping: Mapping, deadline_s: float | None) -> Imports:
         try:
             fd = open_mapping(pid, mapping)
         except OSError:
             return NOTHING
         try:
-            return self._of_file(fd)
+            return self._of_file(fd, deadline_s)
         finally:
             os.close(fd)
 
-    def _of_file(self, fd: int) -> Imports:
+    def _of_file(self, fd: int, deadline_s: float | None) -> Imports:
         info = os.fstat(fd)
         key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns, info.st_size)
         if key not in self._files:
@@ -94,7 +98,7 @@ class Cancelling:
                 self._files.clear()
             self._files[key] = NOTHING
             with contextlib.suppress(ParserFailed):  # no file that the loader would take
-                self._files[key] = self._parser.imports(fd, [CANCEL], deadline_s=DEADLINE_S)
+                self._files[key] = self._parser.imports(fd, [CANCEL], deadline_s=deadline_s)
         return self._files[key]
 
 
