@@ -3,7 +3,7 @@
 // Prints "ready", waits for a line, and ends with one line that is the same whether it is traced or not. Modes:
 //   around   thrown and caught above, below and between hooked calls
 //   inside   thrown and caught in host functions and in a handler that interrupts a wait
-//   cancel   a thread is cancelled in a wait: which destructors run (docs/limits.md: fewer under return probes)
+//   cancel   a thread is cancelled in a wait: which destructors run (docs/limits.md: none under return probes)
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ namespace {
 unsigned long rounds = 300;
 cudaStream_t stream;
 std::atomic<unsigned long> caught{0}, destroyed{0}, handled{0};
-std::atomic<bool> over{false};
+std::atomic<bool> over{false}, waiting{false};
 
 void kernel_stub() {}
 
@@ -124,6 +124,7 @@ void *wait_forever(void *) {
   cudaStream_t own;
   must(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking) == 0, "stream");
   launch(own, 600000000000ull);
+  waiting = true;
   wait_for(own);
   return nullptr;
 }
@@ -134,7 +135,9 @@ void mode_cancel() {
   for (unsigned long i = 0; i < rounds / 10; i++) {
     pthread_t thread;
     void *result;
+    waiting = false;
     must(pthread_create(&thread, nullptr, wait_forever, nullptr) == 0, "thread");
+    while (!waiting) usleep(1000);
     usleep(5000);
     pthread_cancel(thread);
     pthread_join(thread, &result);
