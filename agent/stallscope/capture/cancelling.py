@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from stallscope.capture.libmatch import match
 from stallscope.capture.mapped import open_mapping
@@ -22,10 +23,20 @@ __all__ = ["Cancelling"]
 CANCEL = "pthread_cancel"
 MAX_KNOWN, MAX_LINKED = 4096, 256
 LIBRARY_DEADLINE_S, BUDGET_NS = 0.5, 150_000_000
+FRESH_NS = 50_000_000
 NOTHING = Imports(frozenset(), [])
 # The C library, and NVIDIA's, whose threads don't call the functions that are probed at their return.
 _OWN = re.compile(r"(ld-linux.*|libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|libnvidia-.*)[.-]")
 _FileId = tuple[int, int, int, int, int]
+
+
+class _Seen(NamedTuple):
+    """The last answer: the libraries of a process are linked one right after the other."""
+
+    pid: int
+    program: tuple[int, int]
+    at_ns: int
+    path: str | None
 
 
 class Cancelling:
@@ -38,29 +49,42 @@ class Cancelling:
     def __init__(self, parser: ParserClient) -> None:
         self._parser = parser
         self._files: dict[_FileId, Imports] = {}
+        self._last: _Seen | None = None
 
     def who(self, pid: int) -> str | None:
         """Path of the first file found that imports pthread_cancel; None: there is none, or the libraries are too many.
 
         Then the next look goes on where this one stopped, for files are remembered.
         """
+        try:
+            info = os.stat(f"{live_path(pid)}/exe")
+        except OSError:
+            return None
+        program, now, last = (info.st_dev, info.st_ino), time.monotonic_ns(), self._last
+        if last and (last.pid, last.program) == (pid, program) and now - last.at_ns < FRESH_NS:
+            return last.path
+        path, is_whole = self._look(pid)
+        self._last = _Seen(pid, program, time.monotonic_ns(), path) if is_whole else None
+        return path
+
+    def _look(self, pid: int) -> tuple[str | None, bool]:
+        """The same, and whether it was the whole truth."""
         end_ns: int | None = None
         for mapping, imports in self._linked(pid):
             if CANCEL in imports.imported:
-                return clean(mapping.path)
+                return clean(mapping.path), True
             end_ns = end_ns or time.monotonic_ns() + BUDGET_NS
             if time.monotonic_ns() > end_ns:
-                break
-        return None
+                return None, False
+        return None, True
 
     def loaded_later(self, pid: int) -> Iterator[str | None]:
         """Asks one mapped file after the other that `who` does not: its path if it imports pthread_cancel, or None."""
         linked = {(m.device, m.inode) for m, _ in self._linked(pid)}
         for mapping in _files_of(pid):
             if (mapping.device, mapping.inode) not in linked and not _is_own(mapping):
-                yield (
-                    clean(mapping.path) if CANCEL in self._imports(pid, mapping, LIBRARY_DEADLINE_S).imported else None
-                )
+                imports = self._imports(pid, mapping, LIBRARY_DEADLINE_S)
+                yield clean(mapping.path) if CANCEL in imports.imported else None
 
     def _linked(self, pid: int) -> Iterator[tuple[Mapping, Imports]]:
         """The program, the libraries it is linked with, those that they are linked with, and so on."""
