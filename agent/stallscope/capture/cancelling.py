@@ -1,7 +1,7 @@
 """Whether a process can cancel threads: one that is cancelled inside a return-probed call skips its destructors.
 
 The program counts, and what it is linked with. What it loads later does not: gRPC, FFmpeg, JAX and XGBoost import
-pthread_cancel too, cancel threads of their own, which make no CUDA calls, and are in half of all Python processes.
+pthread_cancel too (docs/limits.md), and a job that uses one of them is to be timed.
 """
 
 from __future__ import annotations
