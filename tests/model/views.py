@@ -57,12 +57,12 @@ def _rank(host: Host, evidence: str, first: int, comms: dict[int, int]) -> Rank:
 def _guess(view: View) -> None:
     """Who is missing at a creation has not said which rank it is; where there are as many that wait for nothing, it is
     they, as diagnose/look.py has it."""
+    under_way = {op.key[0] for r in view.ranks for op in r.operations[-1:] if op.key[1] == "init" and not op.returned}
     for number, comm in enumerate(view.comms):
-        under_way = any((number, "init", 0) == op.key and not op.returned for r in view.ranks for op in r.operations)
         absent = [place for place in range(comm.nranks or 0) if place not in comm.members]
         taken = set(comm.members.values())
         idle = [i for i, rank in enumerate(view.ranks) if i not in taken and rank.state in (USER, DEAD)]
-        if under_way and len(absent) == len(idle):
+        if number in under_way and len(absent) == len(idle):
             comm.members.update(zip(absent, idle, strict=True))
 
 
