@@ -125,6 +125,7 @@ class Operations:
         self.arguments = Arguments(hooks)
         self._pending: list[tuple[list[Process | None], Array]] = []
         self._waiting = 0
+        self._over: set[int] = set()  # indices of communicators that are gone in some process
         self.is_told = hooks.column(lambda h: h.library == "NCCL" and h.kind in TOLD)
         self.wait_facts = WaitFacts(hooks)
 
@@ -286,6 +287,7 @@ class Operations:
         place = issuer.places.pop(pointer, None) if issuer else None
         if issuer and place:
             if place.comm >= 0:
+                self._over.add(place.comm)
                 self.arrivals.trusted[place.comm] = False
             rows = issuer.log.newest(len(issuer.log))
             issuer.log.update("kind", rows["pointer"] == pointer, OTHER)  # numbers of another communicator
@@ -294,19 +296,22 @@ class Operations:
 
     def _settle(self) -> None:
         """Join what was numbered to the communicators, as far as they are known by now."""
+        trusted: dict[int, bool] = {}
         for issuer in self.issuers.values():
             fresh = issuer.log.total - issuer.settled
             for place in issuer.places.values():
                 if place.comm < 0 or place.base is None:
                     self._identify(issuer, place)
                     issuer.stale = True
-                if place.comm >= 0 and not place.numbered:
-                    self.arrivals.trusted[place.comm] = False
+                if place.comm >= 0:
+                    trusted[place.comm] = trusted.get(place.comm, True) and place.numbered
             if fresh or issuer.groups or issuer.stale:
                 whole = issuer.groups or issuer.stale
                 self._tell_all(issuer, len(issuer.log) if whole else fresh)
                 issuer.stale = False
             issuer.settled = issuer.log.total
+        for comm, yes in trusted.items():
+            self.arrivals.trusted[comm] = yes and comm not in self._over
 
     def _tell_all(self, issuer: Issuer, fresh: int) -> None:
         rows = issuer.log.newest(fresh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +13,22 @@ from stallscope.diagnose.completed import Completed
 
 __all__ = ["Straggler", "stragglers"]
 
-ENOUGH = 100
-SIGMAS = 6.0
-LEAST_SHARE = 0.5
+NEWEST = 160
+ENOUGH = 40
+CLEAR_NS = 200_000
 LEAST_OWN_NS = 500_000
+LEAST_COUNT_SHARE = 0.45
+LEAST_TIME_SHARE = 0.75
+POWER_WINDOW_NS = 10_000_000_000
+POWER_MARGIN = 1.1
+LEAST_SAMPLES = 2
 
 
 class Straggler(NamedTuple):
-    """A rank that came last in `percent` of the operations on a communicator, then by `own_ns` (the median)."""
+    """A rank that came last in `percent` of the newest operations that had a clear last one, then by `own_ns` (median).
+
+    others: ranks whose delay can't be told from its own; empty where it is the only one.
+    """
 
     comm: int
     rank: int
@@ -28,62 +36,118 @@ class Straggler(NamedTuple):
     percent: int
     own_ns: int
     operations: int
+    others: tuple[int, ...] = ()
+    why: str = ""
+
+
+Owners = dict[tuple[int, int], int]
 
 
 def stragglers(state: State, completed: Completed) -> list[Straggler]:
-    """One a process at most: where it is latest. Stages of a pipeline are not compared with each other."""
+    """One for each set of ranks that keep each other waiting. Stages of a pipeline are not compared with each other."""
     owners = _owners(state)
-    staged = _staged(state)
-    found: dict[int, Straggler] = {}
+    tied = _tied(state, owners)
+    found: list[Straggler] = []
     for comm, rows in completed.last.items():
         one = _of(comm, rows, int(state.operations.arrivals.size[comm]))
-        if one is None or comm in staged or (comm, one.rank) not in owners:
-            continue
-        one = one._replace(proc=owners[comm, one.rank])
-        if one.proc not in found or found[one.proc].own_ns < one.own_ns:
-            found[one.proc] = one
-    return _without_victims(list(found.values()), owners)
+        if one is not None and not _is_staged(comm, owners, tied) and (comm, one.rank) in owners:
+            found.append(one._replace(proc=owners[comm, one.rank]))
+    return [_root(state, group, owners) for group in _groups(found, owners, tied)]
 
 
 def _of(comm: int, rows: NDArray[Any], nranks: int) -> Straggler | None:
-    total = len(rows)
+    clear = rows[-NEWEST:]
+    clear = clear[clear[:, 1] >= CLEAR_NS]
+    total = len(clear)
     if total < ENOUGH or nranks < 2:
         return None
-    ranks, counts = np.unique(rows[:, 0], return_counts=True)
-    rank, count = int(ranks[counts.argmax()]), int(counts.max())
-    fair = 1 / nranks
-    sigmas = (count - total * fair) / math.sqrt(total * fair * (1 - fair))
-    own_ns = int(np.median(rows[rows[:, 0] == rank, 1]))
-    if sigmas < SIGMAS or count < LEAST_SHARE * total or own_ns < LEAST_OWN_NS:
+    # A pause of another kind (a checkpoint) must not outweigh a hundred small delays.
+    margins = np.minimum(clear[:, 1], 2 * np.median(clear[:, 1]))
+    times = np.bincount(clear[:, 0], weights=margins, minlength=nranks)
+    rank = int(times.argmax())
+    mine = clear[clear[:, 0] == rank, 1]
+    own_ns = int(np.median(mine))
+    if len(mine) < LEAST_COUNT_SHARE * total or times[rank] < LEAST_TIME_SHARE * times.sum() or own_ns < LEAST_OWN_NS:
         return None
-    return Straggler(comm, rank, -1, round(100 * count / total), own_ns, total)
+    return Straggler(comm, rank, -1, round(100 * len(mine) / total), own_ns, total)
 
 
-def _owners(state: State) -> dict[tuple[int, int], int]:
+def _owners(state: State) -> Owners:
     issuers = state.operations.issuers.values()
     return {(p.comm, p.rank): i.process.proc for i in issuers for p in i.places.values() if p.comm >= 0}
 
 
-def _staged(state: State) -> set[int]:
-    """Communicators of which some members send to each other: their ranks do different work."""
-    pairs: set[tuple[int, int]] = set()
-    owners = _owners(state)
+def _tied(state: State, owners: Owners) -> set[frozenset[int]]:
+    """Pairs of processes that send to each other."""
+    pairs = set()
     for issuer in state.operations.issuers.values():
         for place in issuer.places.values():
             for _, peer in place.peers:
                 other = owners.get((place.comm, peer))
                 if other is not None:
-                    pairs.add((issuer.process.proc, other))
-    members: dict[int, set[int]] = {}
-    for (comm, _), proc in owners.items():
-        members.setdefault(comm, set()).add(proc)
-    return {comm for comm, procs in members.items() if any(a in procs and b in procs for a, b in pairs)}
+                    pairs.add(frozenset((issuer.process.proc, other)))
+    return pairs
 
 
-def _without_victims(found: list[Straggler], owners: dict[tuple[int, int], int]) -> list[Straggler]:
-    """A rank that works with a later one is late because of it: it is left out."""
-    comms_of: dict[int, set[int]] = {}
-    for (comm, _), proc in owners.items():
-        comms_of.setdefault(proc, set()).add(comm)
-    later = sorted(found, key=lambda s: (-s.own_ns, s.proc))
-    return [one for i, one in enumerate(later) if not any(other.comm in comms_of[one.proc] for other in later[:i])]
+def _members(comm: int, owners: Owners) -> set[int]:
+    return {proc for (index, _), proc in owners.items() if index == comm}
+
+
+def _is_staged(comm: int, owners: Owners, tied: set[frozenset[int]]) -> bool:
+    """Whether members send to each other: then they do different work, and one is last by design."""
+    members = _members(comm, owners)
+    return any(pair <= members for pair in tied)
+
+
+def _groups(found: list[Straggler], owners: Owners, tied: set[frozenset[int]]) -> list[list[Straggler]]:
+    """Late ranks that wait for each other: a tensor or pipeline parallel replica is late as a whole."""
+    bonds = set(tied)
+    for one in found:
+        bonds |= {frozenset((one.proc, other)) for other in _members(one.comm, owners)}
+    # Ranks that meet in a communicator in which nobody is last are as late as each other.
+    comms = {comm for comm, _ in owners}
+    late = {one.proc for one in found}
+    for comm in comms:
+        members = _members(comm, owners)
+        if members <= late:
+            bonds |= {frozenset((a, b)) for a in members for b in members}
+    groups: list[list[Straggler]] = []
+    for one in sorted(found, key=lambda s: (-s.own_ns, s.proc)):
+        near = [
+            g
+            for g in groups
+            if any(frozenset((one.proc, other.proc)) in bonds or one.proc == other.proc for other in g)
+        ]
+        groups = [g for g in groups if g not in near] + [[one, *(other for g in near for other in g)]]
+    return groups
+
+
+def _root(state: State, group: list[Straggler], owners: Owners) -> Straggler:
+    """Who of a group slows it: who is last where late ranks are among themselves, else whose GPU works most."""
+    late = {one.proc for one in group}
+    inner = [one for one in group if len(_members(one.comm, owners) & late) > 1]
+    best = max(inner or group, key=lambda s: (s.own_ns, -s.proc))
+    rest = late - {best.proc}
+    if inner or not rest:
+        return best
+    hardest = _hardest(state, late)
+    if hardest is not None:
+        chosen = max((one for one in group if one.proc == hardest), key=lambda s: s.own_ns)
+        return chosen._replace(why="of the ranks that are late together, its GPU draws the most power")
+    return best._replace(others=tuple(sorted(rest)), why="ranks that wait for each other are late together")
+
+
+def _hardest(state: State, procs: set[int]) -> int | None:
+    """The process whose GPU has clearly drawn the most power lately: the others wait in NCCL, which takes less."""
+    since = state.now_ns - POWER_WINDOW_NS
+    powers: list[tuple[float, int]] = []
+    for proc in procs:
+        pid = state.processes.table[proc].pid
+        samples = [s.power_mw for gpu in state.witnesses.gpus.values() for s in gpu.samples
+                   if s.at_ns >= since and pid in s.pids and s.power_mw is not None]  # fmt: skip
+        if len(samples) >= LEAST_SAMPLES:
+            powers.append((median(samples), proc))
+    powers.sort(reverse=True)
+    if len(powers) < len(procs) or len(powers) < 2 or powers[0][0] < POWER_MARGIN * powers[1][0]:
+        return None
+    return powers[0][1]
