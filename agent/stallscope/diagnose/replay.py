@@ -24,9 +24,11 @@ class _Lane:
     `proven`: so many leading units are known to be complete. `free_ns`: since when the unit `at` could run.
     """
 
-    __slots__ = ("at", "free_ns", "left", "proven", "units")
+    __slots__ = ("at", "free_ns", "last_batch", "left", "number", "proven", "units")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.last_batch = -1
         self.units: list[list[int]] = []
         self.at = -1
         self.left = 0
@@ -67,30 +69,33 @@ class Replay:
     def _lay_out(self, rank: int, serial: bool) -> None:
         """Puts a rank's operations into lanes; calls that block only the host have one each."""
         lanes: dict[int | str, _Lane] = {}
-        numbers: dict[int | str, int] = {}
-        batches: dict[int | str, int] = {}
-        comms = self.view.comms
+        aligned = [comm.aligned for comm in self.view.comms]
+        inside = [rank in members for members in self.sure]
+        fired, place, used, at = self.fired[rank], self._place[rank], self._used[rank], self.at
         for index, op in enumerate(self.view.ranks[rank].operations):
-            key, kind = op.key, op.key[1]
+            key = op.key
+            comm, kind = int(key[0]), key[1]
             if kind != "init":
-                self._used[rank].add(key[0])
-            is_api = kind in API_KINDS
-            alone = kind == "end" or (kind == "p" and key[2] == key[3])
-            if alone or not comms[int(key[0])].aligned or rank not in self.members(key):
-                self.fired[rank][index] = 1
+                used.add(comm)
+            alone = kind == "end" or (kind == "p" and (key[2] == key[3] or rank not in self.members(key)))
+            if alone or not aligned[comm] or not inside[comm]:
+                fired[index] = 1
                 continue
+            is_api = kind in API_KINDS
             if op.done or (is_api and op.returned):
-                self.fired[rank][index] = 1
-            self.at.setdefault(key, {})[rank] = index
+                fired[index] = 1
+            if (here := at.get(key)) is None:
+                here = at[key] = {}
+            here[rank] = index
             name: int | str = f"api{index}" if is_api else 0 if serial else op.stream
-            lane = lanes.setdefault(name, _Lane())
-            number = numbers.setdefault(name, len(numbers))
-            if lane.units and op.batch >= 0 and batches[name] == op.batch:
+            if (lane := lanes.get(name)) is None:
+                lane = lanes[name] = _Lane(len(lanes))
+            if op.batch == lane.last_batch and op.batch >= 0:
                 lane.units[-1].append(index)
             else:
                 lane.units.append([index])
-            batches[name] = op.batch
-            self._place[rank][index] = (number, len(lane.units) - 1)
+            lane.last_batch = op.batch
+            place[index] = (lane.number, len(lane.units) - 1)
         self._lanes[rank] = list(lanes.values())
 
     # What is known to be complete.
@@ -165,8 +170,13 @@ class Replay:
         left = self._left.get(op.key)
         left = (self._missing(op.key) if left is None else left) - 1
         self._left[op.key] = left
-        if left == 0 and not self._stands(self.signatures(op.key).values()):
+        if left == 0 and (self._is_alike(op) or not self._stands(self.signatures(op.key).values())):
             self._fire(op.key)
+
+    def _is_alike(self, op: Operation) -> bool:
+        """The usual case, quickly."""
+        ranks, signature = self.view.ranks, op.signature
+        return all(ranks[rank].operations[i].signature == signature for rank, i in self.at[op.key].items())
 
     def _fire(self, key: Key) -> None:
         here = [(rank, index) for rank, index in self.at[key].items() if not self.fired[rank][index]]
@@ -180,13 +190,14 @@ class Replay:
                 self._moved.append((rank, lane))
 
     def _missing(self, key: Key) -> int:
-        here = self.at[key]
-        count = sum(1 for m in self.members(key) if not self.has_done(m, key) and not self._is_fired(here, m))
-        return count + self.unknown(key)
-
-    def _is_fired(self, here: dict[int, int], rank: int) -> bool:
-        index = here.get(rank)
-        return index is not None and bool(self.fired[rank][index])
+        here, count = self.at[key], self.unknown(key)
+        for member in self.members(key):
+            index = here.get(member)
+            if index is None:
+                count += not self.has_done(member, key)
+            elif not self.fired[member][index]:
+                count += 1
+        return count
 
     # Questions.
 
