@@ -38,7 +38,7 @@ def judge_hosts(replay: Replay) -> list[Verdict]:
 
 
 def _groups(view: View) -> Iterator[list[int]]:
-    """Ranks connected by communicators; all of them where none is known."""
+    """Ranks connected by communicators; all of them where none is known. Those without any wait for nobody."""
     if not view.comms:
         yield list(range(len(view.ranks)))
         return
@@ -46,7 +46,8 @@ def _groups(view: View) -> Iterator[list[int]]:
     for comm in view.comms:
         together = {group[rank] for rank in comm.members.values()}
         group = [min(together) if number in together else number for number in group]
-    for number in sorted(set(group)):
+    in_one = {rank for comm in view.comms for rank in comm.members.values()}
+    for number in sorted({group[rank] for rank in in_one}):
         yield [rank for rank, other in enumerate(group) if other == number]
 
 
