@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from stallscope.diagnose.history import (
     Step,
     Token,
     first_break,
+    joined_at,
     last_break,
     learn_step,
 )
@@ -57,6 +59,15 @@ def _same_lane(one: Token, other: Token) -> bool:
     return isinstance(one, Call) and isinstance(other, Call) and one.prefix == other.prefix and one.prefix[1] == "c"
 
 
+def _uses_all(calls: Sequence[Token], tokens: Sequence[Token]) -> bool:
+    """Whether a step calls on each communicator, and with each peer, that is called on at all."""
+    return _prefixes(calls) == _prefixes(tokens)
+
+
+def _prefixes(tokens: Sequence[Token]) -> set[Key]:
+    return {token.prefix for token in tokens if isinstance(token, Call)}
+
+
 class Blame:
     """Answers for one Replay; each rank's sequence is looked at once."""
 
@@ -91,9 +102,9 @@ class Blame:
         return next((n for n, index in enumerate(places) if not fired[index]), len(places))
 
     def step(self, rank: int) -> Step | None:
-        """What the rank issued again and again before it had to wait."""
+        """What the rank issues again and again."""
         if rank not in self._steps:
-            self._steps[rank] = learn_step(self.calls(rank)[0][: self._until(rank) + 1])
+            self._steps[rank] = learn_step(self.calls(rank)[0], _uses_all)
         return self._steps[rank]
 
     def upcoming(self, rank: int) -> list[Key]:
@@ -128,8 +139,8 @@ class Blame:
         if step is None:
             return None
         # Among equal calls the one too many or too few shows later than where it holds up the others.
-        until = self._until(rank) + len(step.calls)
-        found = last_break(self.calls(rank)[0], step, until, _same_lane)
+        calls, until = self.calls(rank)[0], self._until(rank) + len(step.calls)
+        found = last_break(calls, joined_at(calls, step, self._until(rank)), until, _same_lane)
         return self._deviation(rank, found) if found else None
 
     def _deviation(self, rank: int, found: Break) -> Deviation:
@@ -193,10 +204,10 @@ class Blame:
         calls, places = self.calls(rank)
         ops = self._replay.view.ranks[rank].operations
         at = next((n for n, index in enumerate(places) if ops[index].key == key), None)
-        step = None if at is None else learn_step(calls)
+        step = None if at is None else learn_step(calls, _uses_all)
         if at is None or step is None:
             return False
-        found = last_break(calls, step, at, _same_lane)
+        found = last_break(calls, joined_at(calls, step, at), at, _same_lane)
         return found is not None and found.kind == CHANGED and found.at == at
 
     # Several ranks.

@@ -8,7 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["CHANGED", "EXTRA", "MOVED", "SKIPPED", "Break", "Step", "first_break", "last_break", "learn_step"]
+__all__ = [
+    "CHANGED",
+    "EXTRA",
+    "MOVED",
+    "SKIPPED",
+    "Break",
+    "Step",
+    "first_break",
+    "joined_at",
+    "last_break",
+    "learn_step",
+]
 
 SKIPPED, EXTRA, CHANGED, MOVED, UNCLEAR = "SKIPPED", "EXTRA", "CHANGED", "MOVED", "UNCLEAR"
 _MOST_AWAY = 64
@@ -51,8 +62,11 @@ class Step(NamedTuple):
         return [self.calls[(phase + i) % len(self.calls)] for i in range(count)]
 
 
-def learn_step(tokens: Sequence[Token]) -> Step | None:
-    """The period of a sequence of calls that was regular for three periods or more, else None."""
+def learn_step(tokens: Sequence[Token], is_whole: Callable[[Sequence[Token], Sequence[Token]], bool]) -> Step | None:
+    """The period of a sequence of calls that was regular for three periods or more, else None.
+
+    `is_whole(calls, all)`: whether these may be a whole period of all.
+    """
     numbers: dict[Token, int] = {}
     array = np.array([numbers.setdefault(token, len(numbers)) for token in tokens], dtype=np.int32)
     for length in _lengths(array):
@@ -60,8 +74,9 @@ def learn_step(tokens: Sequence[Token]) -> Step | None:
         if run < (_LEAST_STEPS - 1) * length:
             continue
         calls = tuple(tokens[begin : begin + length])
-        others = Counter(token for token in tokens if token not in set(calls))
-        if all(count == 1 for count in others.values()):
+        others = Counter(token for token in tokens[begin:] if token not in set(calls))
+        # A run of equal calls inside a step repeats as well: a step has all that is called more than once.
+        if all(count == 1 for count in others.values()) and is_whole(calls, tokens[begin:]):
             return Step(calls, begin + length)
     return None
 
@@ -84,6 +99,14 @@ def _longest_run(same: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> tuple
     lengths = edges[1::2] - edges[::2]
     best = int(np.argmax(lengths))
     return int(edges[2 * best]), int(lengths[best])
+
+
+def joined_at(tokens: Sequence[Token], step: Step, until: int) -> Step:
+    """The same step, from the beginning of a sequence on, where it was found only after `until`."""
+    if step.at <= until:
+        return step
+    turns = (Step(tuple(step.after(phase, len(step.calls))), 0) for phase in range(len(step.calls)))
+    return max(turns, key=lambda turn: _alike(tokens, turn.after(0, len(tokens))))
 
 
 def last_break(tokens: Sequence[Token], step: Step, until: int, same_lane: SameLane) -> Break | None:
@@ -149,13 +172,15 @@ def _guesses(got: Sequence[Token], expected: Sequence[Token],
 
     if same_lane(got[0], expected[0]):
         guess(0.5 if len(got) > 1 else 1.05, CHANGED, 1, 1, 1)
-    for distance in range(1, min(_MOST_AWAY, len(expected) - 1) + 1):
-        if expected[distance] == got[0]:
+    for distance in range(1, _MOST_AWAY + 1):
+        if distance < len(expected) and expected[distance] == got[0]:
             guess(distance, SKIPPED, distance, 0, distance)
         if distance < len(got) and got[distance] == expected[0]:
             guess(distance, EXTRA, distance, distance, 0)
     if len(got) == 1:
         guess(1.2, EXTRA, 1, 1, 0)
+    if len(expected) == 1:
+        guess(1.2, SKIPPED, 1, 0, 1)
     if moved := _reordered(got, expected):
         guess(1.1, MOVED, moved, moved, moved)
     elif any(kind == EXTRA and distance == 1 and is_whole for _, kind, distance, _, is_whole in found):
