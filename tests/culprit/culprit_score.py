@@ -94,7 +94,7 @@ def _incident(case: Case, run: Run, incident: Json) -> Iterator[str]:
         yield f"labelled {incident['label']}"
     if answer.evidence and incident["evidence"] not in answer.evidence:
         yield f"evidence {incident['evidence']}"
-    if answer.named:
+    if answer.named and not (case.mode == MID and incident["comm"] is None):  # nobody said its name any more
         yield from _communicator(case, run, incident)
     yield from _more(case, run, incident)
 
