@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from culprit_cases import LIMIT_S, MID, Case
 from culprit_run import Run
 
-from stallscope.sim.job.faults import parse_fault
+from stallscope.sim.job.faults import CALL_FAULTS, parse_fault
 from stallscope.sim.job.layout import Layout
 from stallscope.sim.job.schedule import Call, Transfer, schedule
 
 LEAST_EPISODES = 0.9
+START_OFF_S = 1.5  # ranks come to the call at which they wait at their own pace
 Json = dict[str, Any]
 
 
@@ -49,11 +50,16 @@ def _said(incident: Json, truth: Json) -> str:
 
 def _seconds(case: Case, run: Run, incident: Json) -> float:
     """From the start of the block (attached into one: from the attach) to the report."""
-    start_ns = int(run.report["capture"]["start_unix_ns"]) - run.unix_minus_mono_ns
     since_ns = run.truth["fault"]["start_ns"]
     if case.mode == MID:
         since_ns = max(since_ns, run.attached_ns)
-    return float(start_ns + incident["reported_ns"] - since_ns) / 1e9
+    return _instant(run, incident["reported_ns"]) - since_ns / 1e9
+
+
+def _instant(run: Run, offset_ns: int) -> float:
+    """An offset of the report on CLOCK_MONOTONIC, s."""
+    start_ns = int(run.report["capture"]["start_unix_ns"]) - run.unix_minus_mono_ns
+    return float(start_ns + offset_ns) / 1e9
 
 
 def _problems(case: Case, run: Run, seconds: float | None) -> Iterator[str]:
@@ -105,9 +111,9 @@ def _groups(case: Case, truth: Json) -> list[Json]:
     ours = [group for group in truth["communicators"] if plan["rank"] in group["ranks"]]
     if case.kind == "slow":
         return ours
-    if case.kind in ("wrong-dtype", "in-abort"):  # where it happened, beside those where others wait
-        where = parse_fault(plan["text"]).words.get("comm")
-        return [*plan["waited_on"], *(group for group in ours if group["kind"] == where)]
+    if case.kind in (*CALL_FAULTS, "in-abort"):  # where it happened, beside those where others wait
+        where = parse_fault(plan["text"]).words
+        return [*plan["waited_on"], *(group for group in ours if group["kind"] in where.values())]
     waited_on: list[Json] = plan["waited_on"]
     return waited_on
 
@@ -141,7 +147,12 @@ def _is_that(row: Json, group: Json, run: Run) -> bool:
 
 
 def _more(case: Case, run: Run, incident: Json) -> Iterator[str]:
-    also, culprits = case.answer.also, incident["culprits"]
+    also, culprits, plan = case.answer.also, incident["culprits"], run.truth["fault"]
+    off_s = _instant(run, incident["start_ns"]) - plan["start_ns"] / 1e9
+    if case.mode != MID and plan["hangs"] and abs(off_s) > START_OFF_S:
+        yield f"said to have begun {off_s:+.1f} s after it did"
+    if case.kind == "transport-stuck" and incident["seq"] not in (None, plan["operation"]):
+        yield f"operation #{incident['seq']} instead of #{plan['operation']}"
     if "host" in also and not all(c["stack"] or c["waiting_in"] for c in culprits):
         yield "nothing of where the culprit's host is"
     if "file" in also:

@@ -29,7 +29,7 @@ def truth(case: Case) -> Json:
         "fault": {
             "kind": case.kind, "text": f"{case.kind}:comm=tp,with=world", "rank": case.rank, "step": 20, "happened": True,
             "hangs": case.kind not in ("late", "slow", "wrong-dtype", "many-short"), "culprits": named,
-            "start_ns": START + 10 * SECOND, "end_ns": START + 18 * SECOND, "pauses": [[0, 1]] * 20,
+            "start_ns": START + 10 * SECOND, "operation": 80, "end_ns": START + 18 * SECOND, "pauses": [[0, 1]] * 20,
             "communicator": child, "waited_on": [child],
         },
     }  # fmt: skip
@@ -40,7 +40,7 @@ def incident(case: Case) -> Json:
     waiting = {"syscall": "read", "file": "/x/batches", "wchan": None}
     named = truth(case)["fault"]["culprits"] if answer.named else []
     return {
-        "class": answer.kinds[0], "label": None, "comm": "c2", "summary": "ncclCommAbort", "reported_ns": 13 * SECOND, "victims": [],
+        "class": answer.kinds[0], "label": None, "comm": "c2", "summary": "ncclCommAbort", "reported_ns": 13 * SECOND, "start_ns": 10 * SECOND, "seq": 80, "victims": [],
         "culprits": [{"pid": 100 + r, "global_rank": r, "rank": r if r < 2 else None, "stack": None, "waiting_in": waiting} for r in named],
         "evidence": (answer.evidence or ("api",))[0], "ended": late, "outcome": "resolved" if late else "running",
         "duration_ns": 8 * SECOND,
@@ -101,6 +101,7 @@ WRONG: dict[str, Callable[[Json], None]] = {
     "is global rank 1, not None": of_incident(
         culprits=[{"pid": 101, "global_rank": None, "rank": 1, "stack": [{}], "waiting_in": None}]
     ),
+    "begun +2.0 s after": of_incident(start_ns=12 * SECOND),
     "labelled": of_incident(label="checkpoint"),
     "evidence": of_incident(evidence="host_state"),
     "is not one in which": of_incident(comm="c1"),
@@ -136,6 +137,8 @@ def test_what_only_some_kinds_have() -> None:
     assert other == ["rank 1 is not the one that others waited for longest"]
     some = changed(Case("many-short"), lambda report: report["incidents"].append(incident(Case("never"))))
     assert some == ["1 incidents where there is none"]
+    assert changed(Case("transport-stuck"), of_incident(seq=0)) == ["operation #0 instead of #80"]
+    assert changed(Case("transport-stuck"), of_incident(seq=None)) == []
     late = run_of(Case("slow"))._replace(steps_then=90)
     assert score(Case("slow"), late).problems == ["told after 280 operations"]
 
