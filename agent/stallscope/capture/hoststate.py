@@ -40,11 +40,11 @@ def read_threads(pid: int, callers: list[int]) -> list[HostThread]:
     Empty when the process is gone.
     """
     try:
-        there = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+        there = {int(name) for name in os.listdir(f"/proc/{pid}/task")}
     except OSError:
         return []
     order = dict.fromkeys([pid, *callers, *sorted(there)])
-    chosen = itertools.islice((tid for tid in order if tid in set(there)), MAX_THREADS)
+    chosen = itertools.islice((tid for tid in order if tid in there), MAX_THREADS)
     return [thread for tid in chosen if (thread := _thread(pid, tid)) is not None]
 
 

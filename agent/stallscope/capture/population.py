@@ -227,6 +227,7 @@ class Population:
         target.unasked = Unasked()
         self._linker.tell_silent(target, final=True)
         target.inferred.clear()
+        target.used_nccl = False
         self._tables.ranges.set(target.slot, [])
         with contextlib.suppress(OSError):
             target.facts = facts_of(pid)
