@@ -28,6 +28,7 @@ class Injected:
         job: what the ranks now do.
         kinds: the verdict kinds that are right.
         key: the operation that doesn't end, for a fault of the transport.
+        moved_from: where a call stood that now comes too early.
     """
 
     rank: int | None
@@ -36,6 +37,7 @@ class Injected:
     kinds: frozenset[str]
     disturbance: Disturbance = field(default_factory=Disturbance)
     key: Key | None = None
+    moved_from: int | None = None
 
 
 Injector = Callable[[Job, random.Random], "Injected | None"]
@@ -141,17 +143,17 @@ def _send_send(job: Job, rng: random.Random) -> Injected | None:
     """A stage sends its first gradient before it receives its last activation, which its neighbour is sending."""
     pairs = []
     for rank in range(len(job.programs)):
-        calls = launches(job, rank, lambda one: one.peer >= 0)
-        for (pc, what), (then_pc, then) in pairwise(calls):
+        for (pc, what), (then_pc, then) in pairwise(launches(job, rank, lambda one: one.peer >= 0)):
             one, other = what.calls[0], then.calls[0]
-            if one.name == "ncclRecv" and other.name == "ncclSend" and one.peer == other.peer:
+            same_step = not any(pc < begin <= then_pc for begin in job.steps[rank])
+            if (one.name, other.name) == ("ncclRecv", "ncclSend") and one.peer == other.peer and same_step:
                 pairs.append((rank, pc, then_pc))
     if not pairs:
         return None
     rank, pc, then_pc = rng.choice(pairs)
     program = job.programs[rank]
-    moved = [program[then_pc], *program[pc:then_pc]]
-    return Injected(rank, pc, altered(job, rank, pc, then_pc - pc + 1, moved), frozenset({"ORDER_DEADLOCK"}))
+    changed = altered(job, rank, pc, then_pc - pc + 1, [program[then_pc], *program[pc:then_pc]])
+    return Injected(rank, pc, changed, frozenset({"ORDER_DEADLOCK"}), moved_from=then_pc)
 
 
 def _gpu_stuck(job: Job, rng: random.Random) -> Injected:

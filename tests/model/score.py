@@ -12,6 +12,7 @@ What counts as right:
   returned wait is known to be done by another rank of each operation: else both answers count.
 - swapped calls that block only because one stream waits for the other (calls don't show that): every operation has been
   issued by all its ranks, each stream by itself would end. Without GPU evidence both answers count: the rank, or nobody;
+- a send moved before a receive: ORDER_DEADLOCK; while the rank has not got to where the send belongs, it is EXTRA too;
 - a skipped last call of a rank, which then leaves: SKIPPED or LEFT.
 
 What nobody can tell, computed from the run, never from the verdict (see `decidable`):
@@ -210,6 +211,9 @@ def _answers(trial: Trial) -> list[tuple[frozenset[int], frozenset[str]]]:
         return [nobody]
     if trial.run.hosts[rank].state == FINISHED:
         kinds |= {"LEFT"}
+    moved_from = trial.injected.moved_from
+    if moved_from is not None and trial.run.hosts[rank].pc <= moved_from:
+        kinds |= {"EXTRA"}
     named = (frozenset({rank}), kinds)
     if trial.evidence != GPU and trial.fault == "gpu_stuck":
         return [nobody]

@@ -4,8 +4,10 @@ Written without sight of the diagnosis. Nothing here asserts a score; misses are
 
 - a hit: the right rank or ranks and nobody else, and the right class;
 - rank only: the right ranks, another class;
+- part: not all of the right ranks, and nobody else;
+- too many: the right ranks and others, such as both ranks of a tie;
 - no answer: nobody is named, where somebody could have been;
-- wrong: somebody else is named, alone or too.
+- wrong: only others are named, or some of the right ones and others.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from .views import CALLS, GPU, view_of
 
 __all__ = ["CASES", "Question", "ask"]
 
+OUTCOMES = ("hit", "rank only", "part", "too many", "no answer", "wrong")
 Answer = tuple[frozenset[int], frozenset[str]]
 ANY = frozenset({"ALL_ARRIVED", "CANNOT_DECIDE", "ORDER_DEADLOCK", "MISMATCH", "SKIPPED", "NOT_ARRIVED"})
 
@@ -291,7 +294,7 @@ CASES["evaluation every third step: a wrong operation"] = _known_fault(with_eval
 
 
 def ask(judge: Judge, question: Question) -> str:
-    """ "hit", "rank only", "no answer" or "wrong"."""
+    """One of OUTCOMES."""
     verdicts = list(judge(question.view))
     culprits = frozenset(rank for verdict in verdicts for rank in verdict.culprits)
     kinds = {verdict.kind for verdict in verdicts}
@@ -300,10 +303,12 @@ def ask(judge: Judge, question: Question) -> str:
             return "hit"
     if not culprits:
         return "no answer"
-    return "rank only" if any(culprits == right for right, _ in question.answers) else "wrong"
-
-
-OUTCOMES = ("hit", "rank only", "no answer", "wrong")
+    asked = [right for right, _ in question.answers if right]
+    if culprits in asked:
+        return "rank only"
+    if any(culprits < right for right in asked):
+        return "part"
+    return "too many" if any(right < culprits for right in asked) else "wrong"
 
 
 def main(seeds: int) -> None:
