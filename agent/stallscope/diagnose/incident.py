@@ -42,6 +42,8 @@ class Incident:
         outcome: running, resolved, timed_out, aborted or died.
         label: checkpoint, eval, warm_up or None.
         summary: one English line; next: what to do now.
+        gpu: what NVML says of the devices of all concerned, e.g. "utilisation 99 %, power 78 W of 700 W on 7 of 8 GPUs:
+            spinning in NCCL, not computing"; None where it said nothing.
         numbers: what a STRAGGLER measured: {"last_in_percent": 97, "own_ns": 2400000}.
         since_before: the block was there when the capture began: `start_ns` is the latest instant that it can have.
     """
@@ -64,6 +66,7 @@ class Incident:
     summary: str
     next: str
     numbers: dict[str, int] = field(default_factory=dict)
+    gpu: str | None = None
     since_before: bool = False
 
 

@@ -10,6 +10,7 @@ from stallscope.diagnose.incident import Culprit, Incident, Place
 from stallscope.diagnose.labels import label_of
 from stallscope.diagnose.look import Looker
 from stallscope.diagnose.mismatches import minority
+from stallscope.diagnose.power import power_sentence
 from stallscope.diagnose.stragglers import Straggler
 from stallscope.diagnose.verdict import Verdict
 from stallscope.diagnose.view import Key
@@ -30,6 +31,7 @@ class Writer:
 
     def write(self, verdict: Verdict, number: int, now: int) -> Incident:
         """A new incident."""
+        verdict = self._where_others_wait(verdict)
         comm = verdict.comm
         incident = Incident(
             id=number,
@@ -52,6 +54,32 @@ class Writer:
         )
         self._tell(incident, verdict.why, now)
         return incident
+
+    def _where_others_wait(self, verdict: Verdict) -> Verdict:
+        """A rank with a call too many waits for others where it made it; people look for where they wait for it."""
+        if len(verdict.culprits) != 1 or verdict.kind not in ("EXTRA", "ORDER_DEADLOCK"):
+            return verdict
+        found = self._waits_for(self._looker.owners[verdict.culprits[0]][0])
+        if not found or verdict.comm in {comm for _, comm, _ in found}:
+            return verdict
+        _, comm, number = min(found)
+        cascade = tuple(c for c in (*verdict.cascade, verdict.comm) if c is not None and c != comm)
+        return verdict._replace(comm=comm, key=(comm, "c", number), cascade=cascade)
+
+    def _waits_for(self, proc: int) -> list[tuple[int, int, int]]:
+        """(since_ns, communicator of the view, number) of collectives that others issued and this process did not."""
+        arrivals, found = self._state.operations.arrivals, []
+        for place in self._state.operations.issuers[proc].places.values():
+            if place.comm < 0 or not place.numbered or place.key not in self._looker.keys:
+                continue
+            rows = arrivals.rank_rows(place.comm)
+            number = int(arrivals.arrived[rows][place.rank])
+            ahead = arrivals.present[rows] & (arrivals.arrived[rows] > number)
+            if ahead.any():
+                times, _ = arrivals.history(place.comm)
+                since = int(times[ahead, number % times.shape[1]].min())
+                found.append((since, self._looker.keys.index(place.key), number))
+        return found
 
     def refresh(self, incident: Incident, verdict: Verdict, now: int) -> None:
         """What is known later: more victims, stacks, and a class where there was none."""
@@ -133,6 +161,8 @@ class Writer:
         incident.label = incident.label or label_of(self._state, incident, now)
         for culprit in incident.culprits:
             self._locate(culprit, incident.start_ns, now)
+        places = [*(culprit.place for culprit in incident.culprits), *incident.victims]
+        incident.gpu = power_sentence(self._state, [place.pid for place in places], incident.start_ns, now)
         facts = Facts(
             incident.kind,
             _who([culprit.place for culprit in incident.culprits]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stallscope.aggregate.state import State
 from stallscope.aggregate.witnesses import Gpu, Witness
+from stallscope.diagnose.incident import Findings
 from stallscope.output.rows import Row, since
 from stallscope.output.words import clean, duration
 
@@ -54,17 +55,28 @@ def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else round(milliwatts / 1000, 1)
 
 
-def witness_rows(state: State) -> list[Row]:
-    """What was said, in the order in which it came."""
-    return [
+def witness_rows(state: State, findings: Findings) -> list[Row]:
+    """What was said, in the order in which it came; then, for each incident, what the GPUs of all concerned did."""
+    asked = [
         {
             "source": witness.source,
             "at_ns": since(state, witness.at_ns),
-            "incident": None,
+            "incident": _during(witness.at_ns, findings),
             "says": witness.says + _whose(state, witness),
         }
         for witness in state.witnesses.table
     ]
+    return asked + [
+        {"source": "nvml", "at_ns": since(state, i.end_ns or state.now_ns), "incident": i.id, "says": i.gpu}
+        for i in findings.incidents
+        if i.gpu
+    ]
+
+
+def _during(at_ns: int, findings: Findings) -> int | None:
+    """The incident that ran at that time, if it was one."""
+    found = [i.id for i in findings.incidents if i.start_ns <= at_ns and (i.end_ns is None or at_ns <= i.end_ns)]
+    return found[0] if len(found) == 1 else None
 
 
 def _whose(state: State, witness: Witness) -> str:
@@ -81,7 +93,7 @@ def _whose(state: State, witness: Witness) -> str:
 def gpu_lines(report: Row) -> list[str]:
     """For a person: a line on the devices that the job used, and what witnesses said."""
     lines = _devices([gpu for gpu in report["gpu"] if gpu["traced"]])
-    for witness in report["witnesses"][:SHOWN]:
+    for witness in [w for w in report["witnesses"] if w["source"] != "nvml"][:SHOWN]:
         first, *rest = [clean(line) for line in witness["says"].split("\n")]
         lines.append(f"{clean(witness['source']).upper()} at {duration(witness['at_ns'])}: {first}")
         lines += [f"  {line}" for line in rest]

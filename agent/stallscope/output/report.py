@@ -48,7 +48,7 @@ def build_report(state: State, findings: Findings) -> Row:
         "stalls": [_stall(state, accounting, s) for s in stalls(state)],
         "episodes": episode_rows(state, findings, names),
         "incidents": incident_rows(state, findings, names),
-        "witnesses": witness_rows(state),
+        "witnesses": witness_rows(state, findings),
         "startup": [],
         "steps": None,
         "workers": [],

@@ -87,6 +87,9 @@ def _facts(row: Row, report: Row) -> Iterator[tuple[str, str]]:
     for name, number in row["numbers"].items():
         yield "measured", _measured(name, number)
     yield from _others(row)
+    for witness in report["witnesses"]:
+        if witness["incident"] == row["id"]:
+            yield f"{clean(witness['source'])} says", clean(witness["says"])
     yield "do now", clean(row["next"])
 
 
