@@ -50,7 +50,7 @@ class Completed:
     Attributes:
         late: found by the last step; odd: likewise, calls that differ among ranks.
         calls: by (communicator, signature): how many; waits_ns: for late ranks.
-        last: by communicator: (rank that came last, by how much later than the one before it), newest last.
+        last: by communicator: (rank that came last, by how much later than the one before it, when), newest last.
     """
 
     KEPT = 256
@@ -127,10 +127,10 @@ class Completed:
             self.late.append(
                 Late(comm, int(who[at]), low + int(offsets[at]), since, int(last[at]), int(first_value[at]))
             )
-        self._remember(comm, who, last - np.maximum(ordered[-2], previous), is_late)
+        fresh = np.stack([who, np.maximum(0, last - np.maximum(ordered[-2], previous)), last], axis=1)
+        self._remember(comm, fresh[~is_late])
 
-    def _remember(self, comm: int, who: Array, margin_ns: Array, is_late: Array) -> None:
-        fresh = np.stack([who, np.maximum(0, margin_ns)], axis=1)[~is_late]
+    def _remember(self, comm: int, fresh: Array) -> None:
         kept = self.last.get(comm)
         joined = fresh if kept is None else np.concatenate([kept, fresh])
         self.last[comm] = joined[-self.KEPT :]

@@ -19,6 +19,7 @@ CLEAR_NS = 200_000
 LEAST_OWN_NS = 500_000
 LEAST_COUNT_SHARE = 0.45
 LEAST_TIME_SHARE = 0.75
+LEAST_COST = 0.06  # of the time
 POWER_WINDOW_NS = 10_000_000_000
 POWER_MARGIN = 1.1
 LEAST_SAMPLES = 2
@@ -67,6 +68,9 @@ def _of(comm: int, rows: NDArray[Any], nranks: int) -> Straggler | None:
     rank = int(times.argmax())
     mine = clear[clear[:, 0] == rank, 1]
     own_ns = int(np.median(mine))
+    span_ns = int(rows[-1, 2] - rows[-NEWEST:][0, 2])
+    if times[rank] < LEAST_COST * span_ns:
+        return None
     if len(mine) < LEAST_COUNT_SHARE * total or times[rank] < LEAST_TIME_SHARE * times.sum() or own_ns < LEAST_OWN_NS:
         return None
     return Straggler(comm, rank, -1, round(100 * len(mine) / total), own_ns, total)

@@ -24,7 +24,7 @@ TIMES_P99 = 5
 CREATION_NS = 2_800_000_000
 CONFIRM_NS = 1_000_000_000
 LOOK_EVERY_NS = 400_000_000
-STRAGGLERS_EVERY_NS = 1_000_000_000
+STRAGGLERS_EVERY_NS = 250_000_000
 QUIET_NS = 700_000_000
 SETTLED_NS = 600_000_000
 MAX_INCIDENTS = 256
@@ -61,6 +61,7 @@ class Watch:
         self._suspects: dict[Name, _Suspect] = {}
         self._next_look_ns = self._next_stragglers_ns = 0
         self._straggling: set[int] = set()
+        self._slow_since: dict[int, int] = {}
         self._counted: list[tuple[int, dict[int, int]]] = []
 
     @property
@@ -167,7 +168,11 @@ class Watch:
         self.incidents.append(incident)
 
     def _stragglers(self, now: int) -> None:
-        for one in stragglers(self._state, self._completed):
-            if one.proc not in self._straggling:
-                self._straggling.add(one.proc)
-                self._open(Writer(self._state, Looker(self._state, now)).straggler(one, len(self.incidents) + 1, now))
+        """Those that stay ones for a while."""
+        found = {one.proc: one for one in stragglers(self._state, self._completed)}
+        self._slow_since = {proc: self._slow_since.get(proc, now) for proc in found}
+        for proc, since_ns in self._slow_since.items():
+            if now - since_ns >= CONFIRM_NS and proc not in self._straggling:
+                self._straggling.add(proc)
+                looker = Looker(self._state, now)
+                self._open(Writer(self._state, looker).straggler(found[proc], len(self.incidents) + 1, now))
