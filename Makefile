@@ -68,13 +68,13 @@ demo: build ## a simulated job of 8 ranks that one of them blocks, traced
 	$(Q)$(VENV)/bin/stallscope demo --ranks 8 --fault never
 
 test: build lint ## all tests that a machine without a GPU can run
-	$(Q)$(PY) -m pytest tests/unit tests/sim tests/integration tests/culprit tests/fuzz
+	$(Q)$(PY) -m pytest tests/unit tests/sim tests/model tests/integration tests/culprit tests/fuzz
 
 test-unit: build ## only what needs no privileges
 	$(Q)$(PY) -m pytest tests/unit tests/sim tests/fuzz
 
 test-root: build ## all tests; a privileged one that can't run is a failure
-	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest tests/unit tests/sim tests/integration tests/culprit tests/fuzz
+	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest tests/unit tests/sim tests/model tests/integration tests/culprit tests/fuzz
 
 test-libs: build ## real libcudart and libnccl in every supported version
 	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_LIBS=1 $(PY) -m pytest tests/integration/test_real_libraries.py
