@@ -140,7 +140,8 @@ class Blame:
             return None
         # Among equal calls the one too many or too few shows later than where it holds up the others.
         calls, until = self.calls(rank)[0], self._until(rank) + len(step.calls)
-        found = last_break(calls, joined_at(calls, step, self._until(rank)), until, _same_lane)
+        begun = joined_at(calls, step, self._until(rank))
+        found = last_break(calls, begun, until, _same_lane) if begun else None
         return self._deviation(rank, found) if found else None
 
     def _deviation(self, rank: int, found: Break) -> Deviation:
@@ -149,9 +150,12 @@ class Blame:
         expected, got = found.expected, calls[found.at]
         assert isinstance(expected, Call)
         key: Key = self._replay.op(rank, places[found.at]).key
+        is_sure = is_sure and found.support > 0 and found.is_whole
         if kind in (SKIPPED, MOVED):
             key = (*expected.prefix, self._replay.next_number(rank, expected.prefix, places[found.at]))
-        return Deviation(kind, key, distance, is_sure and found.support > 0, _name(got), _name(expected))
+        return Deviation(
+            kind, key, distance, is_sure and found.support > 0 and found.is_whole, _name(got), _name(expected)
+        )
 
     def _settle(self, rank: int, found: Break) -> tuple[str, int, bool]:
         """(kind, calls, whether sure). Between explanations that fit equally well the numbers of calls decide,
@@ -207,7 +211,8 @@ class Blame:
         step = None if at is None else learn_step(calls, _uses_all)
         if at is None or step is None:
             return False
-        found = last_break(calls, joined_at(calls, step, at), at, _same_lane)
+        begun = joined_at(calls, step, at)
+        found = last_break(calls, begun, at, _same_lane) if begun else None
         return found is not None and found.kind == CHANGED and found.at == at
 
     # Several ranks.

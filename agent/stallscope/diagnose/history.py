@@ -25,6 +25,8 @@ SKIPPED, EXTRA, CHANGED, MOVED, UNCLEAR = "SKIPPED", "EXTRA", "CHANGED", "MOVED"
 _MOST_AWAY = 64
 _RECENT_STEPS = 4
 _LEAST_STEPS = 3
+_FEW = 8
+"""Changes of more calls are believed only where nothing else fits."""
 
 Token = Hashable
 SameLane = Callable[[Token, Token], bool]
@@ -39,6 +41,7 @@ class Break(NamedTuple):
         at: index into the sequence.
         distance: how many calls.
         support: how many calls afterwards are as expected again.
+        is_whole: everything after it is as expected.
         rivals: (kind, distance) of other explanations, of which the sequence alone does not say that they are worse.
     """
 
@@ -49,6 +52,7 @@ class Break(NamedTuple):
     got: Token
     support: int
     rivals: tuple[tuple[str, int], ...] = ()
+    is_whole: bool = True
 
 
 class Step(NamedTuple):
@@ -69,16 +73,29 @@ def learn_step(tokens: Sequence[Token], is_whole: Callable[[Sequence[Token], Seq
     """
     numbers: dict[Token, int] = {}
     array = np.array([numbers.setdefault(token, len(numbers)) for token in tokens], dtype=np.int32)
+    found = []
     for length in _lengths(array):
         begin, run = _longest_run(array[length:] == array[:-length])
-        if run < (_LEAST_STEPS - 1) * length:
-            continue
-        calls = tuple(tokens[begin : begin + length])
-        others = Counter(token for token in tokens[begin:] if token not in set(calls))
-        # A run of equal calls inside a step repeats as well: a step has all that is called more than once.
-        if all(count == 1 for count in others.values()) and is_whole(calls, tokens[begin:]):
-            return Step(calls, begin + length)
-    return None
+        if run >= (_LEAST_STEPS - 1) * length and is_whole(tokens[begin : begin + length], tokens[begin:]):
+            found.append(Step(tuple(tokens[begin : begin + length]), begin + length))
+    strict = (step for step in found if all(n == 1 for n in _others(step, tokens).values()))
+    return next(strict, None) or next((step for step in found if _is_usual(step, tokens)), None)
+
+
+def _others(step: Step, tokens: Sequence[Token]) -> Counter[Token]:
+    """Calls that the step does not have, from its first time on. A run of equal calls inside a step repeats as well:
+    a step has all that is called more than once."""
+    usual = set(step.calls)
+    return Counter(token for token in tokens[step.at - len(step.calls) :] if token not in usual)
+
+
+def _is_usual(step: Step, tokens: Sequence[Token]) -> bool:
+    """Whether it is most of what is done, with something else now and then, as an evaluation."""
+    length = len(step.calls)
+    times = (len(tokens) - step.at) / length + 1
+    if length < 3 or any(2 * count > times for count in _others(step, tokens).values()):
+        return False
+    return all(step.after(part, length) != list(step.calls) for part in range(1, length))
 
 
 def _lengths(array: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> list[int]:
@@ -101,17 +118,21 @@ def _longest_run(same: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> tuple
     return int(edges[2 * best]), int(lengths[best])
 
 
-def joined_at(tokens: Sequence[Token], step: Step, until: int) -> Step:
-    """The same step, from the beginning of a sequence on, where it was found only after `until`."""
+def joined_at(tokens: Sequence[Token], step: Step, until: int) -> Step | None:
+    """The same step, where it was done once before `until`, if it was learnt only afterwards."""
     if step.at <= until:
         return step
-    turns = (Step(tuple(step.after(phase, len(step.calls))), 0) for phase in range(len(step.calls)))
-    return max(turns, key=lambda turn: _alike(tokens, turn.after(0, len(tokens))))
+    length = len(step.calls)
+    begins = [n for n in range(until - length + 1) if tokens[n] == step.calls[0]]
+    runs = [(_alike(tokens[n:], step.after(0, len(tokens) - n)), -n) for n in begins]
+    run, begin = max(runs, default=(0, 0))
+    return Step(step.calls, -begin) if run >= length else None
 
 
 def last_break(tokens: Sequence[Token], step: Step, until: int, same_lane: SameLane) -> Break | None:
     """The last departure from a step at or before index `until`, no more than four steps back; None: there is none."""
     at, phase, last = step.at, 0, None
+    seen: set[Break] = set()
     while at <= until:
         found = first_break(tokens[at:], step.after(phase, len(tokens) - at + _MOST_AWAY), same_lane)
         if found is None or at + found.at > until:
@@ -119,9 +140,14 @@ def last_break(tokens: Sequence[Token], step: Step, until: int, same_lane: SameL
         last = found._replace(at=at + found.at)
         if last.kind == UNCLEAR:
             break
+        # What it did before as well, an evaluation now and then, is no departure.
+        like = found._replace(at=0, support=0, rivals=(), is_whole=True)
+        is_usual = like in seen
+        seen.add(like)
         skipped, extra = _consumed(last)
         phase += found.at + skipped
         at = last.at + extra
+        last = None if is_usual else last
     return last if last and last.at >= until - _RECENT_STEPS * len(step.calls) else None
 
 
@@ -145,12 +171,14 @@ def first_break(got: Sequence[Token], expected: Sequence[Token], same_lane: Same
         return None
     got, expected = got[begin:], expected[begin:]
     guesses = _guesses(got, expected, same_lane)
-    whole = [(cost, kind, distance, run) for cost, kind, distance, run, is_whole in guesses if is_whole]
+    whole = [guess[:4] for guess in guesses if guess[4] and guess[0] <= _FEW]
     if not whole:
-        best = max(guesses, key=lambda guess: (guess[3], -guess[0]), default=None)
-        if best is None or best[3] < 2:
+        # There is a second departure further on: what fits longest for the least change.
+        some = [guess for guess in guesses if guess[3] > 1]
+        if not some:
             return Break(UNCLEAR, begin, 0, expected[0], got[0], 0)
-        whole = [best[:4]]
+        cost, kind, distance, run, _ = max(some, key=lambda guess: (guess[0] <= _FEW, guess[3] - guess[0], guess[1]))
+        return Break(kind, begin, distance, expected[0], got[0], run, is_whole=False)
     cost, kind, distance, run = min(whole)
     most = cost + _MOST_AWAY if kind == MOVED else cost + 0.5
     cheapest = {guess[1]: guess for guess in sorted(whole, reverse=True)}
