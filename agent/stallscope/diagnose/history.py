@@ -170,33 +170,56 @@ def first_break(got: Sequence[Token], expected: Sequence[Token], same_lane: Same
     if begin >= min(len(got), len(expected)):
         return None
     got, expected = got[begin:], expected[begin:]
-    guesses = _guesses(got, expected, same_lane)
-    whole = [guess[:4] for guess in guesses if guess[4] and guess[0] <= _FEW]
-    if not whole:
-        # There is a second departure further on: what fits longest for the least change.
-        some = [guess for guess in guesses if guess[3] > 1]
-        if not some:
-            return Break(UNCLEAR, begin, 0, expected[0], got[0], 0)
-        cost, kind, distance, run, _ = max(some, key=lambda guess: (guess[0] <= _FEW, guess[3] - guess[0], guess[1]))
-        return Break(kind, begin, distance, expected[0], got[0], run, is_whole=False)
-    cost, kind, distance, run = min(whole)
-    most = cost + _MOST_AWAY if kind == MOVED else cost + 0.5
-    cheapest = {guess[1]: guess for guess in sorted(whole, reverse=True)}
-    rivals = tuple((g[1], g[2]) for g in sorted(cheapest.values()) if g[1] != kind and g[0] <= most)
-    return Break(kind, begin, distance, expected[0], got[0], run, rivals)
+    guesses = [(_total(got, expected, guess, same_lane, 2), guess) for guess in _guesses(got, expected, same_lane)]
+    fit = [(total, guess) for total, guess in guesses if guess.is_whole or guess.run > 1]
+    if not fit:
+        return Break(UNCLEAR, begin, 0, expected[0], got[0], 0)
+    total, best = min(fit)
+    most = total + _MOST_AWAY if best.kind == MOVED else total + 0.5
+    cheapest = {guess.kind: (other, guess) for other, guess in sorted(fit, reverse=True) if guess.is_whole}
+    rivals = [(guess.kind, guess.distance) for other, guess in sorted(cheapest.values()) if other <= most]
+    rivals = [rival for rival in rivals if rival[0] != best.kind and best.is_whole]
+    return Break(best.kind, begin, best.distance, expected[0], got[0], best.run, tuple(rivals), best.is_whole)
 
 
-def _guesses(got: Sequence[Token], expected: Sequence[Token],
-             same_lane: SameLane) -> list[tuple[float, str, int, int, bool]]:  # fmt: skip
-    """(cost, kind, distance, calls as expected afterwards, whether up to the end)."""
-    found: list[tuple[float, str, int, int, bool]] = []
+class _Guess(NamedTuple):
+    """One change that would explain a departure: `run` calls are as expected after it, the whole rest, or not.
+
+    `issued`, `wanted`: how much of both sequences it takes up.
+    """
+
+    cost: float
+    kind: str
+    distance: int
+    run: int
+    is_whole: bool
+    issued: int
+    wanted: int
+
+
+def _total(got: Sequence[Token], expected: Sequence[Token], guess: _Guess, same_lane: SameLane, depth: int) -> float:
+    """The cost of a change and of those further on, without which the rest would not fit."""
+    if guess.is_whole:
+        return guess.cost
+    if depth == 0 or guess.cost > _FEW:
+        return guess.cost + _FEW
+    got, expected = got[guess.issued + guess.run :], expected[guess.wanted + guess.run :]
+    return guess.cost + min(
+        (_total(got, expected, other, same_lane, depth - 1) for other in _guesses(got, expected, same_lane)),
+        default=float(_FEW),
+    )
+
+
+def _guesses(got: Sequence[Token], expected: Sequence[Token], same_lane: SameLane) -> list[_Guess]:
+    """Changes of which at least one call further on is as expected."""
+    found: list[_Guess] = []
 
     def guess(cost: float, kind: str, distance: int, issued: int, wanted: int) -> None:
         rest = got[issued:]
         run = _alike(rest, expected[wanted:])
         is_whole = run == min(len(rest), len(expected) - wanted)
         if is_whole or run:
-            found.append((cost, kind, distance, run, is_whole))
+            found.append(_Guess(cost, kind, distance, run, is_whole, issued, wanted))
 
     if same_lane(got[0], expected[0]):
         guess(0.5 if len(got) > 1 else 1.05, CHANGED, 1, 1, 1)
@@ -211,11 +234,11 @@ def _guesses(got: Sequence[Token], expected: Sequence[Token],
         guess(1.2, SKIPPED, 1, 0, 1)
     if moved := _reordered(got, expected):
         guess(1.1, MOVED, moved, moved, moved)
-    elif any(kind == EXTRA and distance == 1 and is_whole for _, kind, distance, _, is_whole in found):
+    elif any(other.kind == EXTRA and other.distance == 1 and other.is_whole for other in found):
         # Made before its time; where it is due otherwise, the sequence has not come to yet.
         due = next((n for n, call in enumerate(expected) if call == got[0]), 0)
         if due >= len(got):
-            found.append((1.1, MOVED, due + 1, len(got) - 1, True))
+            found.append(_Guess(1.1, MOVED, due + 1, len(got) - 1, True, len(got), len(got)))
     return found
 
 
