@@ -202,6 +202,9 @@ def small() -> Kit:
     kit.wait(ns=10, recorded=False)
     kit.wait("cudaMalloc", 70_000, status=2)
     kit.init_rank(0, pointer=0xABC000)
+    kit.add(Kind.COMM, at_ns=kit.now, proc=1, pointer=0xDEF000, by="table", rank_at=0x1000, version="2.27.5",
+            start=(0x0280028002800280).to_bytes(8, "little"), samples=[[4, 1, 2, 3, 4, 5]],
+            data=bytes(8) + b"\7" * 16 + (1).to_bytes(4, "little") + (2).to_bytes(4, "little") + bytes(32))  # fmt: skip
     kit.add(Kind.TICK, at_ns=kit.now)
     kit.add(
         Kind.INFERRED,

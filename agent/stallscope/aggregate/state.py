@@ -135,6 +135,7 @@ class State:
         self.operations = Operations(hooks, self.communicators, self.overflow)
         self.events.forward = self.operations.add
         self.communicators.restart = self._restart
+        self.communicators.moved = self.operations.moved
 
     def apply(self, frame: Frame) -> None:
         """Add one frame. After the goodbye or a bad frame nothing counts any more."""
