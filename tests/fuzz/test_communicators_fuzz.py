@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import struct
@@ -12,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
-from aggregate_kit import DONE, ENTER, ENTERED, START, UID, Kit
+from aggregate_kit import DONE, ENTER, ENTERED, START, UID, Found, Kit
 
 from stallscope.aggregate.communicators import Communicators
 from stallscope.aggregate.identity import NCCL_MAGIC, comm_hash
 from stallscope.aggregate.state import State
-from stallscope.output.finish import finish
+from stallscope.output.report import report_json
 from stallscope.wire.frames import Frame, Kind
 
 SECONDS = float(os.environ.get("STALLSCOPE_FUZZ_SECONDS", 20)) / 2
@@ -99,5 +98,5 @@ def test_any_order() -> None:
             if kind == Kind.COMM:
                 check(state.communicators)
         check(state.communicators)
-        finish(state, as_json=True, out=io.StringIO(), err=io.StringIO())
+        report_json(state, Found())
     assert seed > 20
