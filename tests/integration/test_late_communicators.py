@@ -67,7 +67,7 @@ def test_attached_in_the_middle(layout: tuple[str, ...], tmp_path: Path) -> None
         assert [m["device"] for m in row["members"]] == list(members)
         assert row["uid"] == (uid[:16] if uid else None)
         if uid:
-            assert row["comm_hash"] == row["log_comm_id"] == hex(comm_hash(bytes.fromhex(uid), VERSION) or 0)
+            assert row["comm_hash"] == row["log_comm_id"] == f"{comm_hash(bytes.fromhex(uid), VERSION) or 0:016x}"
     check_alignment(state_of(recording))
 
 
@@ -137,5 +137,5 @@ def test_pointers_to_garbage(tmp_path: Path, needs_tool: Callable[[str], str]) -
     assert sorted(rows, key=str) == [
         ("unverified", None, None, 3),
         ("unverified", None, None, 3),
-        ("verified", 2, "0x63", 3),
+        ("verified", 2, f"{99:016x}", 3),
     ]

@@ -61,9 +61,9 @@ def test_identity_and_arguments(version: str, tmp_path: Path) -> None:
     truth, report = traced(version, recording)
     assert truth["got"] == [RANK, NRANKS, DEVICE]
     (comm,) = report["communicators"]
-    assert (comm["nranks"], comm["comm_hash"], comm["identity"]) == (NRANKS, hex(HASH), "verified")
+    assert (comm["nranks"], comm["comm_hash"], comm["identity"]) == (NRANKS, f"{HASH:016x}", "verified")
     assert (comm["uid"], comm["unique_id"]) == (MAGIC.to_bytes(8, "little").hex(), None)
-    assert comm["log_comm_id"] == (hex(HASH) if version >= "2.26" else None)
+    assert comm["log_comm_id"] == (f"{HASH:016x}" if version >= "2.26" else None)
     (member,) = comm["members"]
     assert (member["rank"], member["device"], member["pid"]) == (RANK, DEVICE, truth["pid"])
     assert member["next_seq"] == len(truth["calls"]) >= 9

@@ -57,7 +57,7 @@ def test_ranks_of_one_hash_are_one_communicator() -> None:
     row = one(kit.report()["communicators"])
     assert members(row) == [(1, 0, 4), (2, 1, 5), (3, 2, 6)]
     assert (row["uid"], row["unique_id"], row["comm_hash"], row["log_comm_id"]) == (
-        UID[:8].hex(), None, hex(HASH), hex(HASH),
+        UID[:8].hex(), None, f"{HASH:016x}", f"{HASH:016x}",
     )  # fmt: skip
     assert (row["nranks"], row["identity"], row["parent"], row["status"]) == (3, "verified", None, None)
     assert [m["global_rank"] for m in row["members"]] == [8, 9, 10]
@@ -70,7 +70,7 @@ def test_older_layouts(version: str, back: int, start: int) -> None:
     kit = processes(1)
     comm(kit, 1, 0xA000, 0, version=version, back=back, start=start)
     row = one(kit.report()["communicators"])
-    assert (row["uid"], row["comm_hash"], row["log_comm_id"]) == (UID[:8].hex(), hex(HASH), None)
+    assert (row["uid"], row["comm_hash"], row["log_comm_id"]) == (UID[:8].hex(), f"{HASH:016x}", None)
 
 
 def test_before_there_was_a_hash() -> None:
@@ -88,7 +88,7 @@ def test_unknown_version() -> None:
         comm(kit, proc, 0xB000, proc - 1, version=None, start=7, hash_=9)
     rows = kit.report()["communicators"]
     assert [(r["uid"], r["comm_hash"], r["log_comm_id"], len(r["members"])) for r in rows] == [
-        (None, hex(HASH), None, 2),
+        (None, f"{HASH:016x}", None, 2),
         (None, None, None, 2),
     ]
 
@@ -145,7 +145,7 @@ def test_late_member_joins_one_whose_creation_was_seen() -> None:
             comm(kit, 2, 0xB000, 1, hash_=hash_)
         row = one(kit.report()["communicators"])
         assert members(row) == [(1, 0, 0), (2, 1, 0)] and row["unique_id"] == UID.hex()
-        assert (row["identity"], row["comm_hash"]) == ("verified", hex(hash_))
+        assert (row["identity"], row["comm_hash"]) == ("verified", f"{hash_:016x}")
 
 
 def test_hash_by_rule_without_memory() -> None:
@@ -154,7 +154,7 @@ def test_hash_by_rule_without_memory() -> None:
     linked(kit, 1, OLD)
     kit.init_rank(0, status=None)
     row = one(kit.report()["communicators"])
-    assert row["comm_hash"] == hex(djb2a(UID)) != row["log_comm_id"] and row["log_comm_id"]
+    assert row["comm_hash"] == f"{djb2a(UID):016x}" != row["log_comm_id"] and row["log_comm_id"]
     kit = processes(1)
     linked(kit, 1, OLD)
     kit.add(Kind.LINK, proc=1, library="NCCL", path="/other", build_id=None, hooks=[], at_ns=START,
@@ -213,7 +213,7 @@ def test_children_of_seen_parents() -> None:
     for proc in (1, 2):
         split(kit, proc, 0xA000, 0xC000)
         kit.flush()
-    assert [r["comm_hash"] for r in kit.report()["communicators"]] == [hex(root or 0), hex(child)]
+    assert [r["comm_hash"] for r in kit.report()["communicators"]] == [f"{root or 0:016x}", f"{child:016x}"]
     for proc in (1, 2):
         comm(kit, proc, 0xC000, 2 - proc, hash_=child, magic=struct.pack("<Q", child))
     row = kit.report()["communicators"][1]
@@ -237,7 +237,11 @@ def test_children_of_late_parents_go_by_their_hash() -> None:
     for proc, pointer, number in ((1, 0xC000, 1), (1, 0xD000, 2), (2, 0xD000, 2)):
         comm(kit, proc, pointer, proc - 1, hash_=number, magic=struct.pack("<Q", number))
     rows = {row["comm_hash"]: members(row) for row in kit.report()["communicators"]}
-    assert rows == {hex(HASH): [(1, 0, 0), (2, 1, 0)], "0x1": [(1, 0, 0)], "0x2": [(1, 0, 0), (2, 1, 0)]}
+    assert rows == {
+        f"{HASH:016x}": [(1, 0, 0), (2, 1, 0)],
+        f"{1:016x}": [(1, 0, 0)],
+        f"{2:016x}": [(1, 0, 0), (2, 1, 0)],
+    }
 
 
 def test_children_of_unseen_parents_are_put_together() -> None:
@@ -266,7 +270,7 @@ def test_all_devices_of_a_process(order: tuple[int, ...]) -> None:
     state = kit.state()
     row = one(kit.report()["communicators"])
     assert members(row) == [(1, 0, 0), (1, 1, 1), (1, 2, 2)] and row["identity"] == "verified"
-    assert row["comm_hash"] == hex(HASH) and [m["status"] for m in row["members"]] == [0, 0, 0]
+    assert row["comm_hash"] == f"{HASH:016x}" and [m["status"] for m in row["members"]] == [0, 0, 0]
     for rank in range(3):
         found = state.communicators.find(1, 0xE000 + 0x100 * rank)
         assert found and found[1].rank == rank

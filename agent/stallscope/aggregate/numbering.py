@@ -18,6 +18,7 @@ Array = NDArray[Any]
 COLLECTIVE, SEND, RECV, BEGIN, END, SPLIT, OTHER = range(7)
 SPLITS = ("ncclCommSplit", "ncclCommShrink", "ncclCommGrow")
 SAME = {"ncclBcast": "ncclBroadcast"}
+UNCOUNTED = ("ncclAlltoAll", "ncclGather", "ncclScatter")  # sends and receives to NCCL, which counts collectives only
 REDOP_NONE = ROOT_NONE = -1
 
 OPERATION = np.dtype(
@@ -36,6 +37,7 @@ class Arguments:
     def __init__(self, hooks: Hooks) -> None:
         self.columns = {word: np.full(WIRE_HOOKS, -1, np.int8) for word in ("count", "dtype", "redop", "root", "peer",
                                                                            "comm", "stream")}  # fmt: skip
+        self.uncounted = [h.id for h in hooks.by_id.values() if h.name.removesuffix("Config") in UNCOUNTED]
         self.kind = np.full(WIRE_HOOKS, OTHER, np.uint8)
         self.api = np.arange(WIRE_HOOKS, dtype=np.uint16)
         for number, facts in hooks.by_id.items():

@@ -43,7 +43,6 @@ MAX_STREAMS = 64
 USER_REDOP = 5
 MAX_RANKS = 1 << 17
 SAMPLES = 3
-UNCOUNTED = ("ncclAlltoAll", "ncclGather", "ncclScatter")  # sends and receives to NCCL
 TIMEOUT = 8  # ncclTimeout, nccl.h 2.32
 TOLD = ("collective", "p2p", "group", "comm")  # whose entries are always recorded
 
@@ -127,7 +126,6 @@ class Operations:
         self._pending: list[tuple[list[Process | None], Array]] = []
         self._waiting = 0
         self._over: set[int] = set()  # indices of communicators that are gone in some process
-        self._uncounted = [h.id for h in hooks.by_id.values() if h.name.removesuffix("Config") in UNCOUNTED]
         self.is_told = hooks.column(lambda h: h.library == "NCCL" and h.kind in TOLD)
         self.wait_facts = WaitFacts(hooks)
 
@@ -300,10 +298,10 @@ class Operations:
         """What lies at that address is part of another communicator than it was taken for; its numbers go on."""
         issuer = self.issuers.get(proc)
         place = issuer.places.get(pointer) if issuer else None
-        if place and place.comm >= 0:
-            self.arrivals.trusted[place.comm] = False
+        if issuer and place and place.comm >= 0:
+            self._over.add(place.comm)
             self.arrivals.present[int(self.arrivals.first[place.comm]) + place.rank] = False
-            place.comm, place.untold = -1, place.collectives
+            place.comm, place.untold, issuer.stale = -1, place.collectives, True
 
     def _settle(self) -> None:
         """Join what was numbered to the communicators, as far as they are known by now."""
@@ -384,7 +382,7 @@ class Operations:
         rows = issuer.log.newest(len(issuer.log))
         rows = rows[rows["pointer"] == place.pointer]
         numbers, is_collective = rows["n"], rows["kind"] == COLLECTIVE
-        if np.isin(rows["hook"][is_collective], self._uncounted).any():
+        if np.isin(rows["hook"][is_collective], self.arguments.uncounted).any():
             return None, "unknown"  # NCCL does not count them, and nobody knows how many there were before
         seen = [total - int((is_collective & (numbers < n)).sum()) for n, total in samples]
         base, votes = Counter(seen).most_common(1)[0]
