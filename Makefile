@@ -77,7 +77,7 @@ test-root: build ## all tests; a privileged one that can't run is a failure
 	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest tests/unit tests/sim tests/model tests/integration tests/culprit tests/fuzz
 
 test-libs: build ## real libcudart and libnccl in every supported version
-	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_LIBS=1 $(PY) -m pytest tests/integration/test_real_libraries.py
+	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_LIBS=1 $(PY) -m pytest tests/integration/test_real_libraries.py tests/integration/test_real_communicators.py
 
 # What tests/torch runs in. TORCH_PYTHON: a Python 3.11.
 TORCH_PYTHON ?= python3.11
