@@ -22,7 +22,8 @@ from stallscope.wire.frames import BadFrame, Decoder, Frame, Kind
 __all__ = ["Poller", "StandIn"]
 
 MAX_PACKET_BYTES = 64 << 10
-MAX_PACKETS_A_SECOND = 16
+PACKETS_A_SECOND = 16
+MAX_WAITING = 400  # more than the socket holds, so that a capture which stood still finds no flood
 KINDS = (Kind.GPU, Kind.WITNESS)
 OLDEST_NS = 60_000_000_000
 SECOND_NS = 1_000_000_000
@@ -48,8 +49,8 @@ class Poller:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._trouble: str | None = None
-        self._second = 0
-        self._packets = 0
+        self._allowed: float = MAX_WAITING
+        self._counted_ns = 0
 
     def start(self, uid: int, gid: int, stand_in: StandIn | None = None) -> None:
         """Start the process, which becomes that user. Where that fails, the first `forward` says so."""
@@ -86,8 +87,10 @@ class Poller:
                 data = self._sock.recv(MAX_PACKET_BYTES + 1)
                 if not data:
                     raise _Refused("ended" + self._how())
+                self._count(now_ns)
                 frame = self._checked(data, now_ns)
-                outbox.send(Kind(frame.kind), frame.body)
+                if now_ns - frame.body["at_ns"] <= OLDEST_NS:  # else nobody had time to read it for a minute
+                    outbox.send(Kind(frame.kind), frame.body)
             except BlockingIOError:
                 return
             except (OSError, BadFrame, ValueError, TypeError, RecursionError, _Refused) as error:
@@ -111,14 +114,17 @@ class Poller:
             raise _Refused(f"was ended: it sent a frame of kind {frame.kind}")
         at_ns: Any = frame.body.get("at_ns")
         # The newest instant that a frame tells is the aggregator's clock.
-        if type(at_ns) is not int or not now_ns - OLDEST_NS <= at_ns <= self._clock():
+        if type(at_ns) is not int or not 0 <= at_ns <= self._clock():
             raise _Refused("was ended: it sent an impossible time")
-        self._second, self._packets = (
-            (self._second, self._packets + 1) if now_ns - self._second < SECOND_NS else (now_ns, 1)
-        )
-        if self._packets > MAX_PACKETS_A_SECOND:
-            raise _Refused(f"was ended: it sent over {MAX_PACKETS_A_SECOND} frames in a second")
         return frame
+
+    def _count(self, now_ns: int) -> None:
+        """One more packet; raises _Refused when there are too many."""
+        self._allowed += max(0, now_ns - self._counted_ns) / SECOND_NS * PACKETS_A_SECOND
+        self._allowed = min(self._allowed, MAX_WAITING) - 1
+        self._counted_ns = now_ns
+        if self._allowed < 0:
+            raise _Refused(f"was ended: it sent far over {PACKETS_A_SECOND} frames a second")
 
     def _how(self) -> str:
         code = self._process.poll() if self._process else None
