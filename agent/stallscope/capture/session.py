@@ -193,7 +193,10 @@ class Session:
             self._check_inferred()
         self._comms.look(self.population.live(), now)
         flying = self._send_inflight(now, final=False)
+        suspected = self._suspicion.on
         self._suspicion.judge(now, flying, self.population.live())
+        if self.poller is not None and self._suspicion.on and not suspected:
+            self.poller.ask()
         if told:
             self.outbox.send(Kind.TICK, {"at_ns": now})
 
