@@ -103,7 +103,7 @@ def _shown(args: argparse.Namespace) -> tuple[str | None, float]:
     if usual and usual.partition("=")[0] not in settings:
         settings = ",".join(filter(None, [usual, settings]))
     fault = f"{kind}:{settings}" if settings else kind
-    return fault, args.duration or LONGER_S.get(kind, FAULTY_S)
+    return fault, args.duration or LONGER_S.get(kind, FAULTY_S) + (args.attach_after or 0)
 
 
 def _play(args: argparse.Namespace, who: Caller, folder: Path) -> int:
