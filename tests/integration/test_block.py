@@ -43,6 +43,19 @@ def proc_of_rank(told: list[tuple[Kind, Body]], rank: int) -> int:
     return found
 
 
+def wait_until_quiet(launcher: int, ranks: int) -> None:
+    """Until its ranks have loaded NCCL and none of them has used the processor for 2 s."""
+    end, since, last = time.monotonic() + 60, time.monotonic(), -1
+    while time.monotonic() < end and time.monotonic() - since < 2:
+        time.sleep(0.1)
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        loaded = [pid for pid in children if "libnccl" in Path(f"/proc/{pid}/maps").read_text()]
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in loaded]
+        used = sum(int(fields[11]) + int(fields[12]) for fields in stats)
+        if used != last or len(loaded) < ranks:
+            since, last = time.monotonic(), used
+
+
 class Job:
     """The simulated job from its first call on, recorded."""
 
@@ -147,8 +160,8 @@ def test_a_death_is_told_at_once(tmp_path: Path) -> None:
 def test_attached_to_a_block(tmp_path: Path) -> None:
     """No call returns any more: the calls found on the stacks are the block, looked at right after the attach."""
     words = [sys.executable, "-I", "-m", "stallscope.sim.job", "--fault=never:rank=1,step=5", "--ranks=2"]
-    with Program([*words, "--duration=25"]) as program:
-        time.sleep(4)
+    with Program([*words, "--duration=200"]) as program:
+        wait_until_quiet(program.pid, ranks=2)
         recording = tmp_path / "late.rec"
         with Tracer([program.pid], "-o", recording, "--duration", "3").attached() as tracer:
             tracer.report()
