@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from stallscope.diagnose.view import IN_SYNC, USER, Key, Operation, Rank, View
+from stallscope.diagnose.view import FINISHED, IN_SYNC, USER, Key, Operation, Rank, View
 
 from .faults import FAULTS, altered
 from .other_jobs import exchange_ring, experts, hybrid_sharded, one_forward_one_backward, training, with_evaluation
@@ -69,8 +69,8 @@ def _one(rank: int, *kinds: str) -> list[Answer]:
     return [(frozenset({rank}), frozenset(kinds))]
 
 
-def _known_fault(make: Callable[[], Job], fault: str, evidence: str = CALLS, *more: str) -> Case:
-    """A fault of the model's own list in another job. `more`: classes that are right too."""
+def _known_fault(make: Callable[[], Job], fault: str, evidence: str = CALLS) -> Case:
+    """A fault of the model's own list in another job. A rank that leaves after it skipped its last call has LEFT too."""
 
     def question(rng: random.Random) -> Question | None:
         job = _job(make)
@@ -80,7 +80,8 @@ def _known_fault(make: Callable[[], Job], fault: str, evidence: str = CALLS, *mo
                 continue
             run = simulate(injected.job, injected.disturbance, _pace(rng))
             if run.hangs:
-                return Question(view_of(run, evidence), _one(injected.rank, *injected.kinds, *more))
+                left = ("LEFT",) if run.hosts[injected.rank].state == FINISHED else ()
+                return Question(view_of(run, evidence), _one(injected.rank, *injected.kinds, *left))
         return None
 
     return question
