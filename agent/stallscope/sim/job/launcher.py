@@ -48,7 +48,7 @@ class Watch:
         return quiet_s
 
     def keep(self, alive: list[bool]) -> None:
-        """What is there now is what stays: nothing will move any more."""
+        """What is there now is what stays, however long ranks stood still before (while they started, say)."""
         self.seen = self._describe([self._board.read(rank) for rank in range(self._ranks)], alive)
 
     def _describe(self, places: list[Place], alive: list[bool]) -> dict[str, Any]:
@@ -106,7 +106,6 @@ class Job:
             self._check()
             if self._time_is_up() and quiet_s >= patience_s:
                 self.killed = True
-                self.watch.keep(alive)
                 return
             time.sleep(LOOK_S)
         self._check()
@@ -124,6 +123,9 @@ class Job:
                 raise JobError(f"rank {rank} (pid {process.pid}) ended with code {process.returncode}")
 
     def end(self) -> dict[str, Any]:
+        alive = [process.poll() is None for process in self.ranks]
+        if any(alive) and self.watch.look(alive) >= QUIET_S:
+            self.watch.keep(alive)
         for process in self.ranks:
             if process.poll() is None:
                 process.kill()
