@@ -9,15 +9,16 @@ from typing import NamedTuple
 from stallscope.diagnose.history import (
     CHANGED,
     EXTRA,
+    FEW,
     MOVED,
     SKIPPED,
     UNCLEAR,
     Break,
     Step,
     Token,
+    breaks,
     first_break,
     joined_at,
-    last_break,
     learn_step,
 )
 from stallscope.diagnose.replay import API_KINDS, Replay
@@ -73,7 +74,7 @@ class Blame:
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._own: dict[int, Deviation | None] = {}
+        self._own: dict[int, list[Deviation]] = {}
         self._calls: dict[int, tuple[list[Call], list[int]]] = {}
         self._steps: dict[int, Step | None] = {}
 
@@ -128,21 +129,20 @@ class Blame:
 
     # Deviations.
 
-    def own(self, rank: int) -> Deviation | None:
-        """From what the rank itself does usually."""
+    def own(self, rank: int) -> list[Deviation]:
+        """From what the rank itself does usually, the last one first."""
         if rank not in self._own:
             self._own[rank] = self._look_back(rank)
         return self._own[rank]
 
-    def _look_back(self, rank: int) -> Deviation | None:
+    def _look_back(self, rank: int) -> list[Deviation]:
         step = None if self._replay.view.ranks[rank].gap else self.step(rank)
         if step is None:
-            return None
+            return []
         # Among equal calls the one too many or too few shows later than where it holds up the others.
         calls, until = self.calls(rank)[0], self._until(rank) + len(step.calls)
         begun = joined_at(calls, step, self._until(rank))
-        found = last_break(calls, begun, until, _same_lane) if begun else None
-        return self._deviation(rank, found) if found else None
+        return [self._deviation(rank, found) for found in breaks(calls, begun, until, _same_lane)] if begun else []
 
     def _deviation(self, rank: int, found: Break) -> Deviation:
         kind, distance, is_sure = self._settle(rank, found)
@@ -150,7 +150,7 @@ class Blame:
         expected, got = found.expected, calls[found.at]
         assert isinstance(expected, Call)
         key: Key = self._replay.op(rank, places[found.at]).key
-        is_sure = is_sure and found.support > 0 and found.is_whole
+        is_sure = is_sure and found.support > 0 and found.is_whole and distance <= FEW
         if kind in (SKIPPED, MOVED):
             key = (*expected.prefix, self._replay.next_number(rank, expected.prefix, places[found.at]))
         return Deviation(
@@ -212,8 +212,8 @@ class Blame:
         if at is None or step is None:
             return False
         begun = joined_at(calls, step, at)
-        found = last_break(calls, begun, at, _same_lane) if begun else None
-        return found is not None and found.kind == CHANGED and found.at == at
+        found = breaks(calls, begun, at, _same_lane) if begun else []
+        return any(one.kind == CHANGED and one.at == at for one in found)
 
     # Several ranks.
 
@@ -222,18 +222,20 @@ class Blame:
 
         `weak`: also such that only changed a call, which explains a mismatch and no other block.
         """
-        found = {rank: own for rank in sorted(ranks) if (own := self.own(rank)) and (weak or own.kind not in _WEAK)}
-        alone = {rank: own for rank, own in found.items() if not self._is_shared(rank, own)}
-        return alone or self._unlike(ranks, weak)
+        found = {}
+        for rank in sorted(ranks):
+            alone = (own for own in self.own(rank) if (weak or own.kind not in _WEAK) and not self._is_shared(own))
+            if (own := next(alone, None)) is not None:
+                found[rank] = own
+        return found or self._unlike(ranks, weak)
 
-    def _is_shared(self, rank: int, own: Deviation) -> bool:
+    def _is_shared(self, own: Deviation) -> bool:
         """Whether all members of the communicator do the same: then it is the program (an evaluation, the end)."""
         members = self._replay.sure[int(own.key[0])]
         if own.key[1] != "c" or len(members) < 2:
             return False
-        theirs = [other for member in members if (other := self.own(member))]
-        alike = sum(1 for other in theirs if (other.kind, other.calls) == (own.kind, own.calls))
-        return alike == len(members)
+        alike = own.kind, own.calls
+        return all(any((other.kind, other.calls) == alike for other in self.own(member)) for member in members)
 
     def _unlike(self, ranks: set[int], weak: bool) -> dict[int, Deviation]:
         found = {}

@@ -11,13 +11,13 @@ import numpy as np
 __all__ = [
     "CHANGED",
     "EXTRA",
+    "FEW",
     "MOVED",
     "SKIPPED",
     "Break",
     "Step",
     "first_break",
     "joined_at",
-    "last_break",
     "learn_step",
 ]
 
@@ -25,7 +25,7 @@ SKIPPED, EXTRA, CHANGED, MOVED, UNCLEAR = "SKIPPED", "EXTRA", "CHANGED", "MOVED"
 _MOST_AWAY = 64
 _RECENT_STEPS = 4
 _LEAST_STEPS = 3
-_FEW = 8
+FEW = 8
 """Changes of more calls are believed only where nothing else fits."""
 
 Token = Hashable
@@ -129,26 +129,26 @@ def joined_at(tokens: Sequence[Token], step: Step, until: int) -> Step | None:
     return Step(step.calls, -begin) if run >= length else None
 
 
-def last_break(tokens: Sequence[Token], step: Step, until: int, same_lane: SameLane) -> Break | None:
-    """The last departure from a step at or before index `until`, no more than four steps back; None: there is none."""
-    at, phase, last = step.at, 0, None
+def breaks(tokens: Sequence[Token], step: Step, until: int, same_lane: SameLane) -> list[Break]:
+    """Departures from a step at or before index `until`, no more than four steps back, the last one first."""
+    at, phase = step.at, 0
+    found: list[Break] = []
     seen: set[Break] = set()
     while at <= until:
-        found = first_break(tokens[at:], step.after(phase, len(tokens) - at + _MOST_AWAY), same_lane)
-        if found is None or at + found.at > until:
-            break
-        last = found._replace(at=at + found.at)
-        if last.kind == UNCLEAR:
+        here = first_break(tokens[at:], step.after(phase, len(tokens) - at + _MOST_AWAY), same_lane)
+        if here is None or at + here.at > until:
             break
         # What it did before as well, an evaluation now and then, is no departure.
-        like = found._replace(at=0, support=0, rivals=(), is_whole=True)
-        is_usual = like in seen
+        like = here._replace(at=0, support=0, rivals=(), is_whole=True)
+        if like not in seen:
+            found.append(here._replace(at=at + here.at))
         seen.add(like)
-        skipped, extra = _consumed(last)
-        phase += found.at + skipped
-        at = last.at + extra
-        last = None if is_usual else last
-    return last if last and last.at >= until - _RECENT_STEPS * len(step.calls) else None
+        if here.kind == UNCLEAR:
+            break
+        skipped, extra = _consumed(here)
+        phase += here.at + skipped
+        at += here.at + extra
+    return [here for here in reversed(found) if here.at >= until - _RECENT_STEPS * len(step.calls)]
 
 
 def _consumed(found: Break) -> tuple[int, int]:
@@ -170,7 +170,9 @@ def first_break(got: Sequence[Token], expected: Sequence[Token], same_lane: Same
     if begin >= min(len(got), len(expected)):
         return None
     got, expected = got[begin:], expected[begin:]
-    guesses = [(_total(got, expected, guess, same_lane, 2), guess) for guess in _guesses(got, expected, same_lane)]
+    first = _guesses(got, expected, same_lane)
+    depth = 0 if any(guess.is_whole and guess.cost < 2 for guess in first) else 1
+    guesses = [(_total(got, expected, guess, same_lane, depth), guess) for guess in first]
     fit = [(total, guess) for total, guess in guesses if guess.is_whole or guess.run > 1]
     if not fit:
         return Break(UNCLEAR, begin, 0, expected[0], got[0], 0)
@@ -201,12 +203,12 @@ def _total(got: Sequence[Token], expected: Sequence[Token], guess: _Guess, same_
     """The cost of a change and of those further on, without which the rest would not fit."""
     if guess.is_whole:
         return guess.cost
-    if depth == 0 or guess.cost > _FEW:
-        return guess.cost + _FEW
+    if depth == 0 or guess.cost > FEW:
+        return guess.cost + FEW
     got, expected = got[guess.issued + guess.run :], expected[guess.wanted + guess.run :]
     return guess.cost + min(
         (_total(got, expected, other, same_lane, depth - 1) for other in _guesses(got, expected, same_lane)),
-        default=float(_FEW),
+        default=float(FEW),
     )
 
 

@@ -98,7 +98,7 @@ class _Roots:
         missed = self._first_missed(cause.rank, keys)
         kind, why = cause.kind, _ABSENT[cause.kind]
         if kind in ("LEFT", "IN_API"):
-            own = self._blame.own(cause.rank)
+            own = self._blame.deviants({cause.rank}).get(cause.rank)
             if own and own.kind in (SKIPPED, EXTRA) and (kind == "LEFT" or rank.api in _ORDERLY_ENDS):
                 return self._verdict(own.kind, (cause.rank,), own.key, keys, "high", _deviates(own))
         if kind == "NOT_ARRIVED" and rank.state == IN_SYNC:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from stallscope.diagnose.agree import difference
 from stallscope.diagnose.blame import Blame, Deviation
 from stallscope.diagnose.graph import MISMATCH, Graph
-from stallscope.diagnose.history import EXTRA, MOVED, SKIPPED
+from stallscope.diagnose.history import EXTRA, FEW, MOVED, SKIPPED
 from stallscope.diagnose.replay import Replay
 from stallscope.diagnose.view import Key, Signature
 
@@ -47,7 +47,7 @@ def wrong_in_mismatch(replay: Replay, blame: Blame, key: Key) -> Wrong:
     if len(few) == 1:
         model = next(rank for rank in signatures if rank not in few)
         deviation = deviants.get(few[0]) or blame.shifted(few[0], model, int(key[0]))
-        if deviation and deviation.kind in (SKIPPED, EXTRA):
+        if deviation and deviation.kind in (SKIPPED, EXTRA) and deviation.calls <= FEW:
             return _deviant(few[0], deviation)
         if deviation and deviation.kind == MOVED and deviation.key[0] != key[0]:
             return _deviant(few[0], deviation)
