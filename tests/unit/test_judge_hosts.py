@@ -140,6 +140,31 @@ def test_a_member_that_nobody_traces() -> None:
     assert (verdict.kind, verdict.culprits) == ("CANNOT_DECIDE", ())
 
 
+def test_a_missing_rank_of_which_nothing_is_known() -> None:
+    """An agent that fell silent is no death and no absence."""
+    view = never()
+    view.ranks[3].state = UNKNOWN
+    (verdict,) = judge(view)
+    assert (verdict.kind, verdict.culprits) == ("CANNOT_DECIDE", ())
+
+
+def test_a_rank_for_which_nobody_waits() -> None:
+    """All operations have all their ranks, and one host goes about something else."""
+    view = Job(LAYOUT, with_fault(LAYOUT, "gpu-stuck", 3, 5, 8)).view()
+    view.ranks[6].state = USER
+    assert judge(view) == []
+
+
+def test_a_rank_that_waits_for_its_own_gpu() -> None:
+    """All it called is known to be complete; the others wait for its next call."""
+    layout = Layout(1, 1, 4)
+    view = Job(layout, with_fault(layout, "never", 2, 5, 8)).view()
+    view.ranks[2].state, view.ranks[2].api = IN_SYNC, "cudaStreamSynchronize"
+    (verdict,) = judge(view)
+    assert (verdict.kind, verdict.culprits) == ("NOT_ARRIVED", (2,))
+    assert verdict.why == "waits in cudaStreamSynchronize for its own GPU work"
+
+
 def test_a_later_death_is_a_consequence() -> None:
     view = never()
     view.ranks[6].state, view.ranks[6].since_ns = DEAD, view.now_ns - 1

@@ -1,5 +1,5 @@
 """Who waits for whom: unfinished operations, the operations that hold up their absent members, and causes that are no
-wait (docs/architecture.md)."""
+wait."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _guesses(got: Sequence[Token], expected: Sequence[Token], same_lane: SameLan
         guess(1.2, SKIPPED, 1, 0, 1)
     if moved := _reordered(got, expected):
         guess(1.1, MOVED, moved, moved, moved)
-    elif any(other.kind == EXTRA and other.distance == 1 and other.is_whole for other in found):
+    elif any(other.kind == EXTRA and other.distance == 1 and other.is_whole and other.run for other in found):
         # Made before its time; where it is due otherwise, the sequence has not come to yet.
         due = next((n for n, call in enumerate(expected) if call == got[0]), 0)
         if due >= len(got):

@@ -49,7 +49,7 @@ def _unexplained(replay: Replay) -> list[Verdict]:
         named = [verdict for verdict in serial if len(verdict.culprits) == 1 and verdict.confidence != "low"]
         if named and len(named) == len(serial):
             return [verdict._replace(confidence="medium") for verdict in named]
-    return all_arrived(replay) or _unknown(replay)
+    return _unknown(replay) or all_arrived(replay)
 
 
 def _unknown(replay: Replay) -> list[Verdict]:

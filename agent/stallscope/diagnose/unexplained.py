@@ -6,7 +6,7 @@ from stallscope.diagnose.graph import LIFE_CYCLE, is_leaving
 from stallscope.diagnose.hosts import is_waiting
 from stallscope.diagnose.replay import Replay
 from stallscope.diagnose.verdict import Verdict
-from stallscope.diagnose.view import DEAD, IN_API, Key
+from stallscope.diagnose.view import DEAD, IN_API, USER, Key
 
 __all__ = ["all_arrived", "odd_host", "stuck_gpu"]
 
@@ -129,8 +129,11 @@ def _since_ns(replay: Replay, ranks: list[int]) -> int:
 
 def all_arrived(replay: Replay) -> list[Verdict]:
     """Everybody waits, and for nobody: the first operation, of the smallest communicator with all of them, that is not
-    known to be complete."""
+    known to be complete. Empty where one of them goes about something else: then it is no common wait."""
     stuck = _stuck(replay)
+    near = {member for members in replay.sure if set(members) & set(stuck) for member in members}
+    if any(replay.view.ranks[member].state == USER for member in near):
+        return []
     standing = {rank: open_ for rank, open_ in _standing(replay).items() if open_}
     if not standing:
         return []
