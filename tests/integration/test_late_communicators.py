@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SIM_LIB, Program, Tracer
+from harness import ROOT, SIM_LIB, Program, Tracer
 
 from stallscope.aggregate.identity import comm_hash
 from stallscope.aggregate.state import State
@@ -21,6 +21,7 @@ from stallscope.wire.frames import FILE_HEADER_BYTES, Decoder
 
 pytestmark = pytest.mark.usefixtures("needs_bpf")
 VERSION = (2, 27, 5)
+TARGETS = ROOT / "tests" / "targets"
 
 
 @contextmanager
@@ -87,6 +88,32 @@ def check_alignment(state: State) -> None:
             if only_collectives:
                 samples = state.communicators.samples(member.proc, member.pointer)
                 assert len({total - n for n, total in samples}) == 1 and place.base > 0
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_two_devices_of_one_process(seen: bool) -> None:
+    """ncclCommInitAll, InitRankConfig and InitRankScalable: both ranks of each, created before or after the attach."""
+    words = ["/usr/bin/python3", TARGETS / "all_devices.py", *(["then"] if seen else [])]
+    with Program(words) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid]).attached() as tracer:
+            program.say()
+            program.wait_for("called")
+            time.sleep(3)
+            program.say()
+            ids = program.truth()["ids"]
+            report = tracer.report()
+    rows = report["communicators"]
+    assert [(r["nranks"], r["identity"]) for r in rows] == [(2, "verified")] * 3
+    for row in rows:
+        assert [(m["rank"], m["device"], m["next_seq"]) for m in row["members"]] == [(0, 0, 10), (1, 1, 10)]
+    by_uid = {row["uid"]: row for row in rows}
+    for uid in ids:
+        row = by_uid.pop(uid[:16])
+        assert row["unique_id"] == (uid if seen else None)
+        assert row["comm_hash"] == f"{comm_hash(bytes.fromhex(uid), VERSION) or 0:016x}"
+    (of_all,) = by_uid.values()
+    assert of_all["comm_hash"] and of_all["unique_id"] is None
 
 
 LIBRARY = """
