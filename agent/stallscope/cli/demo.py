@@ -162,15 +162,15 @@ def _attach(args: argparse.Namespace, trace: Trace, job: subprocess.Popen[bytes]
             job.stdin.close()
         threading.Thread(target=_progress, args=(args.duration, trace.over), daemon=True).start()
 
+    words = ["attach", str(job.pid), *(["--json"] if args.json else ["-o", str(trace.folder / RECORDING)])]
     if args.attach_after is not None:
         go()
         time.sleep(args.attach_after)
+        # A process of its own: a capture does not look among its own children for those of a target.
+        return subprocess.run([sys.executable, "-I", "-m", "stallscope.cli.main", *words], check=False).returncode
     parser = argparse.ArgumentParser()
     attach.add_parser(parser.add_subparsers())
-    more = ["--json"] if args.json else ["-o", str(trace.folder / RECORDING)]
-    wanted = parser.parse_args(["attach", str(job.pid), *more])
-    started = None if args.attach_after is not None else go
-    return Attach(wanted, trace.who, on_attached=started, nvml=trace.nvml).run()
+    return Attach(parser.parse_args(words), trace.who, on_attached=go, nvml=trace.nvml).run()
 
 
 def _progress(duration_s: float, over: threading.Event) -> None:
