@@ -130,7 +130,7 @@ class Watch:
                 del self._suspects[name]
                 if suspect.incident is not None:
                     Writer(self._state, looker).close(suspect.incident, now)
-            elif suspect.incident is not None:
+            elif suspect.incident is not None and suspect.seen_ns == now:  # an older verdict counts ranks as they were
                 Writer(self._state, looker).refresh(suspect.incident, suspect.verdict, now)
 
     def _consider(self, looker: Looker, verdict: Verdict, now: int) -> None:
