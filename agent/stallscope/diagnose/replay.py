@@ -86,6 +86,9 @@ class Replay:
                 fired[index] = 1
             if (here := at.get(key)) is None:
                 here = at[key] = {}
+            if rank in here:  # a number given twice proves nothing
+                fired[index] = 1
+                continue
             here[rank] = index
             name: int | str = f"api{index}" if is_api else 0 if serial else op.stream
             if (lane := lanes.get(name)) is None:
