@@ -52,7 +52,9 @@ def _ranks(ranks: list[int]) -> str:
 def _said(truth: Json, follower: Follower) -> str:
     ranks = {rank["pid"]: rank["rank"] for rank in truth["ranks"]}
     watch = follower.watch
-    parts = [_incident(one, truth, ranks) for one in watch.incidents] or ["no incident"]
+    capture = follower.state.capture
+    start_ns = max(capture.start_mono_ns if capture else 0, (truth["fault"] or {}).get("start_ns") or 0)
+    parts = [_incident(one, start_ns, ranks) for one in watch.incidents] or ["no incident"]
     worst = max(watch.episodes, key=lambda e: e.total_ns, default=None)
     if worst is not None and not watch.incidents:
         who = _ranks([_rank(worst.place, ranks)])
@@ -60,12 +62,10 @@ def _said(truth: Json, follower: Follower) -> str:
     return "; ".join(parts)
 
 
-def _incident(incident: Incident, truth: Json, ranks: dict[int, int]) -> str:
+def _incident(incident: Incident, start_ns: int, ranks: dict[int, int]) -> str:
+    """`start_ns`: of the fault, or of the capture if that began later."""
     who = _ranks([_rank(culprit.place, ranks) for culprit in incident.culprits])
-    plan = truth["fault"]
-    if plan is None or plan["start_ns"] is None:
-        return f"{incident.kind} {who}"
-    return f"{incident.kind} {who} after {duration(incident.reported_ns - plan['start_ns'])}"
+    return f"{incident.kind} {who} after {duration(incident.reported_ns - start_ns)}"
 
 
 def _rank(place: Place, ranks: dict[int, int]) -> int:

@@ -51,6 +51,7 @@ class Writer:
             confidence=verdict.confidence,
             summary="",
             next="",
+            since_before=verdict.evidence == "host_state",
         )
         self._tell(incident, verdict.why, now)
         return incident

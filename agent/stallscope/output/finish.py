@@ -42,7 +42,7 @@ def finish(state: State, findings: Findings, *, as_json: bool, out: TextIO | Non
         BrokenPipeError: nobody reads `out` any more.
     """
     put(_text(state, findings, as_json, out), out, "cannot print the report", _HINT)
-    empty = why_empty(state)
+    empty = None if findings.incidents else why_empty(state)  # attached into a block, no call is made any more
     if empty is None:
         return ExitCode.OK
     err.write(f"stallscope: {empty}\n")

@@ -140,7 +140,7 @@ def _since(row: Row) -> str:
     if row["start_ns"] <= 0:
         return f"before the capture began, so for longer than {duration(row['duration_ns'])}"
     seen = duration(row["reported_ns"] - row["start_ns"])
-    about = "about " if row.get("start_ns_is") else ""
+    about = "at the latest " if row.get("start_ns_is") else ""
     return f"{about}{duration(row['start_ns'])} after the capture began; reported {seen} later"
 
 
