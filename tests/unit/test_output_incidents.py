@@ -12,6 +12,7 @@ from aggregate_kit import START, Kit, small
 
 from stallscope.diagnose.incident import Collective, Culprit, Episode, Found, Incident, Longest, Place
 from stallscope.output.announce import Announcer
+from stallscope.output.finish import finish
 from stallscope.output.report import report_json
 from stallscope.output.terminal import report_text
 from stallscope.wire.frames import Kind
@@ -206,3 +207,9 @@ def test_nobody_reads_the_live_lines() -> None:
     announcer.look(Found([incident()]))
     announcer.look(Found([incident(), incident(id=2)]))
     assert err.asked == 1
+
+
+def test_an_incident_without_any_call_is_a_report() -> None:
+    state, out, err = Kit().state(), io.StringIO(), io.StringIO()
+    assert finish(state, Found(), as_json=True, out=out, err=err) == 4
+    assert finish(state, Found([incident()]), as_json=True, out=out, err=io.StringIO()) == 0
