@@ -52,9 +52,12 @@ class Hooks:
 
     def __init__(self, announced: list[Any]) -> None:
         self.by_id = {number: _of_table(number) for number in BY_ID}
+        timed = 0
         for row in announced:
             facts = _of_row(row)
-            self.by_id[facts.id] = facts
+            # A capture numbers its timed hooks in order, two rows each: its table may have had fewer than ours.
+            self.by_id[facts.id] = facts._replace(time_id=timed) if row[4] else facts
+            timed += 2 * bool(row[4])
         self.time_ids = {h.time_id: h for h in self.by_id.values() if h.timed}
         self.is_stall = self.column(lambda h: h.stall_kind is not None)
         self.is_creator = self.column(lambda h: h.name in COMM_CREATORS)
@@ -88,5 +91,4 @@ def _of_row(row: Any) -> HookFacts:
         raise BadField("hooks holds a hook without names")
     known = BY_NAME.get(row[2])
     facts = _of_table(known.id) if known else HookFacts(row[0], "", "", "", -1, -1, False)
-    time_id = facts.time_id if row[4] else -1
-    return facts._replace(id=row[0], library=row[1][:256], name=row[2][:256], kind=row[3][:256], time_id=time_id)
+    return facts._replace(id=row[0], library=row[1][:256], name=row[2][:256], kind=row[3][:256], time_id=-1)
