@@ -127,14 +127,37 @@ def test_a_rank_that_is_always_last_by_much_is_a_straggler(late: int) -> None:
     job = Timed()
     for _ in range(200):
         job.step(3 * MS, late=late)
+        for proc in (1, 2):
+            job.waited(proc, job.clock - 2 * MS, MS)
     state, completed, _ = run(job)
     (one,) = stragglers(state, completed)
     assert (one.rank, one.percent, one.own_ns) == (late - 1, 100, 3 * MS)
+
+
+def test_a_host_that_is_ahead_of_its_gpu_delays_nobody() -> None:
+    job = Timed()
+    for _ in range(200):
+        job.step(3 * MS)
+    state, completed, _ = run(job)
+    assert stragglers(state, completed) == []
+
+
+def test_a_host_that_is_ahead_and_waits_for_its_gpu_does() -> None:
+    job = Timed()
+    for _ in range(200):
+        start_ns = job.clock
+        job.step(3 * MS)
+        job.recs.append(job.record("cudaEventSynchronize", DONE, slot=2, ns=2 * MS, at=start_ns + MS // 2, a=(1,)))
+    state, completed, _ = run(job)
+    (one,) = stragglers(state, completed)
+    assert (one.rank, one.percent) == (1, 100)
 
 
 def test_ranks_that_take_turns_are_no_stragglers() -> None:
     job = Timed()
     for at in range(400):
         job.step(3 * MS, late=1 + at % 2)
+        for proc in (1, 2):
+            job.waited(proc, job.clock - 2 * MS, MS)
     state, completed, _ = run(job)
     assert stragglers(state, completed) == []

@@ -38,6 +38,7 @@ __all__ = ["Issuer", "Operations", "Place", "signatures"]
 Array = NDArray[Any]
 WINDOW = 2048
 WAITS = 512
+RECENT_WAITS = 256
 MAX_PENDING = 1 << 20
 MAX_STREAMS = 64
 USER_REDOP = 5
@@ -104,6 +105,12 @@ class Issuer:
         self.stale = False  # rows before `settled` have to be told
         self.timed_out_ns: int | None = None
         self.promised = 0  # NCCL entries that the counters in the kernel had seen a while ago
+
+    def waited_ns(self, from_ns: int, to_ns: int) -> int:
+        """How long its threads waited for the device in that time, as far as waits were long and have ended."""
+        waits = self.waits.newest(RECENT_WAITS)
+        inside = np.minimum(waits["end_ns"], to_ns) - np.maximum(waits["ts_ns"], from_ns)
+        return int(np.maximum(inside, 0).sum())
 
     @property
     def missing(self) -> int:

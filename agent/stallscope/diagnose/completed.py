@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from stallscope.aggregate.state import State
 from stallscope.wire.columns import BUCKETS, percentile
 
-__all__ = ["Completed", "Late", "Odd"]
+__all__ = ["CLEAR_NS", "Completed", "Late", "Odd"]
 
 Array = NDArray[Any]
 FLOOR_NS = 10_000_000
 TIMES_P99 = 5
 ENOUGH = 20
+CLEAR_NS = 200_000
 MAX_BASELINES = 8192
 _FIRST_EXPONENT = 7
 
@@ -50,7 +51,8 @@ class Completed:
     Attributes:
         late: found by the last step; odd: likewise, calls that differ among ranks.
         calls: by (communicator, signature): how many; waits_ns: for late ranks.
-        last: by communicator: (rank that came last, by how much later than the one before it, when), newest last.
+        last: by communicator: (rank that came last, by how much later than the one before it, when, whether
+            its host waited for its GPU meanwhile), newest last, without episodes; recent: with them, three columns.
     """
 
     KEPT = 256
@@ -66,6 +68,7 @@ class Completed:
         self.calls: dict[tuple[int, int], int] = defaultdict(int)
         self.waits_ns: dict[tuple[int, int], int] = defaultdict(int)
         self.last: dict[int, Array] = {}
+        self.recent: dict[int, Array] = {}
         self.cut = False
 
     def step(self) -> None:
@@ -128,12 +131,26 @@ class Completed:
                 Late(comm, int(who[at]), low + int(offsets[at]), since, int(last[at]), int(first_value[at]))
             )
         fresh = np.stack([who, np.maximum(0, last - np.maximum(ordered[-2], previous)), last], axis=1)
-        self._remember(comm, fresh[~is_late])
+        self._remember(self.last, comm, self._held(comm, fresh[~is_late]))
+        self._remember(self.recent, comm, fresh)
 
-    def _remember(self, comm: int, fresh: Array) -> None:
-        kept = self.last.get(comm)
+    def _held(self, comm: int, rows: Array) -> Array:
+        """The same with a fourth column: whether the last rank's host waited for its GPU most of that time."""
+        held = np.zeros(len(rows), np.int64)
+        issuers = {
+            p.rank: i for i in self._state.operations.issuers.values() for p in i.places.values() if p.comm == comm
+        }
+        for at in np.flatnonzero(rows[:, 1] >= CLEAR_NS).tolist():
+            who, margin, came = rows[at].tolist()
+            issuer = issuers.get(who)
+            if issuer is not None:
+                held[at] = 2 * issuer.waited_ns(came - margin, came) >= margin
+        return np.concatenate([rows, held[:, None]], axis=1)
+
+    def _remember(self, table: dict[int, Array], comm: int, fresh: Array) -> None:
+        kept = table.get(comm)
         joined = fresh if kept is None else np.concatenate([kept, fresh])
-        self.last[comm] = joined[-self.KEPT :]
+        table[comm] = joined[-self.KEPT :]
 
     def threshold_ns(self, comm: int, signature: int) -> int:
         """A wait beyond this is an episode."""

@@ -14,6 +14,7 @@ from stallscope.diagnose.incident import Episode, Longest, Place
 __all__ = ["Episodes"]
 
 KEPT = 8
+LONGEST_CHAIN = 4
 MAX_ROWS = 4096
 MAX_DURATIONS = 100_000
 STACK_FROM_NS = 2_000_000_000
@@ -48,9 +49,18 @@ class Episodes:
     def step(self) -> None:
         """Take what the last step of `Completed` found."""
         for late in sorted(self._completed.late, key=lambda late: late.at_ns):
+            self._charge(late)
+
+    def _charge(self, late: Late) -> None:
+        """A rank that came late because it waited for another one passes the blame on."""
+        for _ in range(LONGEST_CHAIN):
             issuer = self._issuer(late)
-            if issuer is not None and not self._waited_itself(issuer, late):
-                self._take(issuer, late)
+            cause = self._cause(issuer, late) if issuer is not None else None
+            if issuer is None or cause is None:
+                break
+            late = cause
+        if issuer is not None:
+            self._take(issuer, late)
 
     def _issuer(self, late: Late) -> Issuer | None:
         for issuer in self._state.operations.issuers.values():
@@ -58,17 +68,22 @@ class Episodes:
                 return issuer
         return None
 
-    def _waited_itself(self, issuer: Issuer, late: Late) -> bool:
-        """Whether the rank was late because it waited for another one: then that one is at fault, or already told."""
-        waits = issuer.waits.newest(len(issuer.waits))
-        inside = np.minimum(waits["end_ns"], late.at_ns) - np.maximum(waits["ts_ns"], late.since_ns)
-        if 2 * int(np.maximum(inside, 0).sum()) < late.at_ns - late.since_ns:
-            return False
-        return any(
-            block.start_ns < late.at_ns and block.end_ns > late.since_ns
-            for proc, block in self._blocks.items()
-            if proc != issuer.process.proc
-        )
+    def _cause(self, issuer: Issuer, late: Late) -> Late | None:
+        """The operation, and its last rank, for which this rank's host itself waited most of that time."""
+        half = (late.at_ns - late.since_ns) // 2
+        if issuer.waited_ns(late.since_ns, late.at_ns) < half:
+            return None
+        found: list[tuple[int, Late]] = []
+        for place in issuer.places.values():
+            rows = self._completed.recent.get(place.comm)
+            if rows is None:
+                continue
+            here = rows[(rows[:, 0] != place.rank) & (rows[:, 2] > late.since_ns + half) & (rows[:, 2] <= late.at_ns)]
+            found += [
+                (int(margin), late._replace(comm=place.comm, rank=int(rank), at_ns=int(at_ns)))
+                for rank, margin, at_ns in here[here[:, 1] >= half // 2].tolist()
+            ]
+        return max(found, key=lambda pair: pair[0])[1] if found else None
 
     def _take(self, issuer: Issuer, late: Late) -> None:
         proc = issuer.process.proc

@@ -9,6 +9,7 @@ __all__ = ["label_of"]
 
 FIRST_OPERATIONS = 16
 BUSY_CALLS = 16
+CHECKPOINT_BYTES = 128 << 10  # more than lines of a log
 WAITS_FOR_A_HOST = ("NOT_ARRIVED", "STRAGGLER")
 
 
@@ -18,7 +19,7 @@ def label_of(state: State, incident: Incident, now: int) -> str | None:
         return None
     for culprit in incident.culprits:
         looks = state.hosts.during(culprit.place.proc, incident.start_ns, now)
-        if any(look.writing for look in looks):
+        if sum(look.writing[1] for look in looks if look.writing) >= CHECKPOINT_BYTES:
             return "checkpoint"
     if incident.kind == "STRAGGLER":
         return None

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stallscope.aggregate.state import State
-from stallscope.diagnose.completed import Completed
+from stallscope.diagnose.completed import CLEAR_NS, Completed
 
 __all__ = ["Straggler", "stragglers"]
 
 NEWEST = 160
 ENOUGH = 40
-CLEAR_NS = 200_000
 LEAST_OWN_NS = 500_000
 LEAST_COUNT_SHARE = 0.45
 LEAST_TIME_SHARE = 0.75
@@ -50,10 +49,22 @@ def stragglers(state: State, completed: Completed) -> list[Straggler]:
     tied = _tied(state, owners)
     found: list[Straggler] = []
     for comm, rows in completed.last.items():
-        one = _of(comm, rows, int(state.operations.arrivals.size[comm]))
+        one = _of(comm, _meaningful(state, comm, rows), int(state.operations.arrivals.size[comm]))
         if one is not None and not _is_staged(comm, owners, tied) and (comm, one.rank) in owners:
             found.append(one._replace(proc=owners[comm, one.rank]))
     return [_root(state, group, owners) for group in _groups(found, owners, tied)]
+
+
+def _meaningful(state: State, comm: int, rows: NDArray[Any]) -> NDArray[Any]:
+    """Where hosts run ahead of their GPUs, one that issues late delays nobody, unless it waited for its GPU."""
+    since = int(rows[-NEWEST:][0, 2]) if len(rows) else 0
+    for issuer in state.operations.issuers.values():
+        if any(place.comm == comm for place in issuer.places.values()):
+            waits = issuer.waits.newest(len(issuer.waits))
+            if not (waits["ends"] & (waits["ts_ns"] >= since)).any():
+                kept: NDArray[Any] = rows[(rows[:, 3] == 1) | (rows[:, 1] < CLEAR_NS)]
+                return kept
+    return rows
 
 
 def _of(comm: int, rows: NDArray[Any], nranks: int) -> Straggler | None:

@@ -23,6 +23,7 @@ class Facts(NamedTuple):
     waiting: int
 
 
+SAID_BY_CLASS = ("DIED", "NOT_ARRIVED", "LEFT", "ALL_ARRIVED")
 _HEADS = {
     "DIED": "{who} died; {waiting} wait for it at {where}",
     "NOT_ARRIVED": "{who} has not come to {where}; {waiting} wait for it",
@@ -32,7 +33,7 @@ _HEADS = {
     "SKIPPED": "{who} left out an operation before {where}; {waiting} are blocked",
     "EXTRA": "{who} made an operation too many before {where}; {waiting} are blocked",
     "ORDER_DEADLOCK": "{who} issues operations in another order than its peers: nobody can go on at {where}",
-    "IN_API": "{who} is inside an NCCL call that does not return; {waiting} wait for it at {where}",
+    "IN_API": "{who} {why}; {waiting} wait for it at {where}",
     "ALL_ARRIVED": "all ranks issued {where}, and it does not complete",
     "STRAGGLER": "{who} is slower than its peers on {where}",
     "SILENT_MISMATCH": "{who} called something else than the others at {where}, and it completed: results may be wrong",
@@ -58,8 +59,13 @@ _NEXT = {
 def summary(facts: Facts) -> str:
     """One sentence, e.g. "rank 5 (pid 12) has not come to ncclAllReduce #17 on ...; 7 ranks wait for it: in read()"."""
     ranks = f"{facts.waiting} rank{'' if facts.waiting == 1 else 's'}"
-    head = _HEADS.get(facts.kind, "{who}: {where}").format(who=facts.who, where=facts.where, waiting=ranks)
-    parts = [part for part in (facts.why, facts.host) if part]
+    words = {"who": facts.who, "where": facts.where, "waiting": ranks, "why": facts.why}
+    head = _HEADS.get(facts.kind, "{who}: {where}").format(**words)
+    # A verdict's reason repeats its class, for those who read only that.
+    why = "" if "{why}" in _HEADS.get(facts.kind, "") else facts.why
+    if facts.kind in SAID_BY_CLASS:
+        why = why.partition(": ")[2]
+    parts = [part for part in (why, facts.host) if part]
     return head + (f": {'; '.join(parts)}" if parts else "")
 
 

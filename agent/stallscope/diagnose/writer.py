@@ -39,7 +39,7 @@ class Writer:
             label=None,
             comm=self._looker.keys[comm] if comm is not None else None,
             op=self._op(verdict.key),
-            seq=_seq(verdict.key),
+            seq=self._number(verdict),
             culprits=[Culprit(self._place(rank, comm)) for rank in verdict.culprits],
             victims=[self._place(rank, comm) for rank in verdict.victims],
             cascade=[self._looker.keys[other] for other in verdict.cascade],
@@ -209,6 +209,12 @@ class Writer:
                 if operation.key == key:
                     return operation.name
         return NAMES.get(str(key[1]))
+
+    def _number(self, verdict: Verdict) -> int | None:
+        """Where all have come, the first that may stand is known only if something is known to be done before it."""
+        ranks = self._looker.view.ranks
+        known = any(operation.done for rank in verdict.victims for operation in ranks[rank].operations)
+        return _seq(verdict.key) if known or verdict.kind != "ALL_ARRIVED" else None
 
     def _place(self, rank: int, comm: int | None) -> Place:
         process = self._looker.process_of(rank)
