@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -13,10 +14,10 @@ from stallscope.diagnose.completed import CLEAR_NS, Completed
 
 __all__ = ["Straggler", "stragglers"]
 
-NEWEST = 160
-ENOUGH = 40
+WINDOWS = (48, 96, 256)
+ENOUGH = 20
 LEAST_OWN_NS = 500_000
-LEAST_COUNT_SHARE = 0.45
+SIGMAS = 5.0  # by chance once in three million windows
 LEAST_TIME_SHARE = 0.75
 LEAST_COST = 0.06  # of the time
 POWER_WINDOW_NS = 10_000_000_000
@@ -57,7 +58,7 @@ def stragglers(state: State, completed: Completed) -> list[Straggler]:
 
 def _meaningful(state: State, comm: int, rows: NDArray[Any]) -> NDArray[Any]:
     """Where hosts run ahead of their GPUs, one that issues late delays nobody, unless it waited for its GPU."""
-    since = int(rows[-NEWEST:][0, 2]) if len(rows) else 0
+    since = int(rows[0, 2]) if len(rows) else 0
     for issuer in state.operations.issuers.values():
         if any(place.comm == comm for place in issuer.places.values()):
             waits = issuer.waits.newest(len(issuer.waits))
@@ -68,8 +69,13 @@ def _meaningful(state: State, comm: int, rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def _of(comm: int, rows: NDArray[Any], nranks: int) -> Straggler | None:
-    clear = rows[-NEWEST:]
-    clear = clear[clear[:, 1] >= CLEAR_NS]
+    """Looked for in the newest few operations first: then it is told early."""
+    found = (_in_window(comm, rows[-newest:], nranks) for newest in WINDOWS)
+    return next((one for one in found if one is not None), None)
+
+
+def _in_window(comm: int, rows: NDArray[Any], nranks: int) -> Straggler | None:
+    clear = rows[rows[:, 1] >= CLEAR_NS]
     total = len(clear)
     if total < ENOUGH or nranks < 2:
         return None
@@ -78,11 +84,12 @@ def _of(comm: int, rows: NDArray[Any], nranks: int) -> Straggler | None:
     times = np.bincount(clear[:, 0], weights=margins, minlength=nranks)
     rank = int(times.argmax())
     mine = clear[clear[:, 0] == rank, 1]
-    own_ns = int(np.median(mine))
-    span_ns = int(rows[-1, 2] - rows[-NEWEST:][0, 2])
-    if times[rank] < LEAST_COST * span_ns:
+    own_ns, fair = int(np.median(mine)), 1 / nranks
+    sigmas = (len(mine) - total * fair) / math.sqrt(total * fair * (1 - fair))
+    span_ns = int(rows[-1, 2] - rows[0, 2])
+    if sigmas < SIGMAS or times[rank] < LEAST_TIME_SHARE * times.sum():
         return None
-    if len(mine) < LEAST_COUNT_SHARE * total or times[rank] < LEAST_TIME_SHARE * times.sum() or own_ns < LEAST_OWN_NS:
+    if own_ns < LEAST_OWN_NS or times[rank] < LEAST_COST * span_ns:
         return None
     return Straggler(comm, rank, -1, round(100 * len(mine) / total), own_ns, total)
 

@@ -23,6 +23,7 @@ LEAST_NS, MOST_NS = 2_000_000_000, 3_500_000_000
 TIMES_P99 = 5
 CREATION_NS = 2_800_000_000
 CONFIRM_NS = 1_000_000_000
+SLOW_FOR_NS = 500_000_000
 LOOK_EVERY_NS = 400_000_000
 STRAGGLERS_EVERY_NS = 250_000_000
 QUIET_NS = 700_000_000
@@ -172,7 +173,7 @@ class Watch:
         found = {one.proc: one for one in stragglers(self._state, self._completed)}
         self._slow_since = {proc: self._slow_since.get(proc, now) for proc in found}
         for proc, since_ns in self._slow_since.items():
-            if now - since_ns >= CONFIRM_NS and proc not in self._straggling:
+            if now - since_ns >= SLOW_FOR_NS and proc not in self._straggling:
                 self._straggling.add(proc)
                 looker = Looker(self._state, now)
                 self._open(Writer(self._state, looker).straggler(found[proc], len(self.incidents) + 1, now))
