@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,11 +79,14 @@ class Job:
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder, self.truth_file = folder, folder / "truth.json"
         command = [sys.executable, "-m", "stallscope.sim.job", f"--truth={self.truth_file}", "--hold", *options]
+        self.figures = tempfile.mkdtemp(prefix="stallscope-figures-")
+        os.chmod(self.figures, 0o755)
         env = {
             **os.environ,
             "PYTHONPATH": str(ROOT / "agent"),
             "STALLSCOPE_SIM_LIB": str(SIM_LIB),
             "TMPDIR": str(folder),
+            "STALLSCOPE_SIM_STATS": self.figures,
         }
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, start_new_session=True
@@ -125,22 +129,15 @@ class Job:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        shutil.rmtree(self.figures, ignore_errors=True)
 
 
 class Tracer:
     """`stallscope attach --json`."""
 
-    def __init__(self, pid: int, *options: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "stallscope.cli.main",
-            "attach",
-            str(pid),
-            "--json",
-            "--backend=object",
-            *options,
-        ]
+    def __init__(self, job: Job, *options: str) -> None:
+        words = [str(job.process.pid), "--json", "--backend=object", *options]
+        command = [sys.executable, str(Path(__file__).parent / "culprit_attach.py"), job.figures, *words]
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill
         self.process = subprocess.Popen(
             command,
@@ -210,9 +207,9 @@ def a_job(*options: str) -> Iterator[Job]:
 
 
 @contextmanager
-def a_tracer(pid: int, *options: str) -> Iterator[Tracer]:
+def a_tracer(job: Job, *options: str) -> Iterator[Tracer]:
     """An attach that is gone at the end, whatever happens."""
-    tracer = Tracer(pid, *options)
+    tracer = Tracer(job, *options)
     try:
         yield tracer
     finally:
@@ -231,7 +228,7 @@ def play(case: Case, step: int | None = None) -> Run:
         if case.mode == MID:
             until(job.fault, START_S, "no fault")
             time.sleep(IN_BLOCK_S)
-        with a_tracer(job.process.pid) as tracer:
+        with a_tracer(job) as tracer:
             if case.mode == LIVE:
                 job.go()
             run = _watched(case, job, tracer)

@@ -20,7 +20,7 @@ LABELS = {"checkpoint", "warm_up", "eval"}
 
 def test_a_healthy_job_is_not_accused(needs_bpf: None) -> None:
     options = ["--checkpoint-every=30", f"--checkpoint-write={WRITE_S}", "--warm-up=3", "--uneven", "--load-time=0.5"]
-    with a_job(f"--duration={HEALTHY_S}", *options) as job, a_tracer(job.process.pid) as tracer:
+    with a_job(f"--duration={HEALTHY_S}", *options) as job, a_tracer(job) as tracer:
         job.go()
         job.process.wait(HEALTHY_S + 120)
         report = tracer.end()
@@ -61,8 +61,8 @@ def test_many_short_blocks_and_a_long_one(needs_bpf: None, tmp_path: Path) -> No
     path = tmp_path / "a.stall"
     with (
         a_job("--duration=600", f"--steps={TIMES + 300}", "--load-time=0.5", fault) as job,
-        a_tracer(job.process.pid, "-o", str(path)) as whole,
-        a_tracer(job.process.pid) as early,
+        a_tracer(job, "-o", str(path)) as whole,
+        a_tracer(job) as early,
     ):
         job.go()
         until(lambda: len(job.fault().get("pauses", [])) > TIMES, 400, "the pauses did not end")

@@ -37,7 +37,7 @@ class Recorded(NamedTuple):
 def record(path: Path, *options: str) -> Recorded:
     with (
         a_job("--duration=300", "--load-time=0.5", *options) as job,
-        a_tracer(job.process.pid, "-o", str(path)) as tracer,
+        a_tracer(job, "-o", str(path)) as tracer,
     ):
         job.go()
         if options:

@@ -20,6 +20,7 @@ Array = NDArray[Any]
 FLOOR_NS = 10_000_000
 TIMES_P99 = 5
 ENOUGH = 20
+WARM_UP = 32  # operations of a communicator that say nothing of its later ones
 CLEAR_NS = 200_000
 MAX_BASELINES = 8192
 _FIRST_EXPONENT = 7
@@ -131,7 +132,8 @@ class Completed:
                 Late(comm, int(who[at]), low + int(offsets[at]), since, int(last[at]), int(first_value[at]))
             )
         fresh = np.stack([who, np.maximum(0, last - np.maximum(ordered[-2], previous)), last], axis=1)
-        self._remember(self.last, comm, self._held(comm, fresh[~is_late]))
+        usual = ~is_late & (low + offsets >= self._start(comm) + WARM_UP)
+        self._remember(self.last, comm, self._held(comm, fresh[usual]))
         self._remember(self.recent, comm, fresh)
 
     def _held(self, comm: int, rows: Array) -> Array:
