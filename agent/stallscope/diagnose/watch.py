@@ -126,13 +126,18 @@ class Watch:
         looker = Looker(self._state, now)
         for verdict in judge(looker.view):
             self._consider(looker, verdict, now)
+        writer = Writer(self._state, looker)
         for name, suspect in list(self._suspects.items()):
-            if now - suspect.seen_ns > QUIET_NS:
+            incident = suspect.incident
+            is_over = now - suspect.seen_ns > QUIET_NS
+            if is_over:
                 del self._suspects[name]
-                if suspect.incident is not None:
-                    Writer(self._state, looker).close(suspect.incident, now)
-            elif suspect.incident is not None and suspect.seen_ns == now:  # an older verdict counts ranks as they were
-                Writer(self._state, looker).refresh(suspect.incident, suspect.verdict, now)
+            if incident is None or incident.end_ns is not None:
+                continue
+            if is_over or writer.gave_up(incident):
+                writer.close(incident, now)
+            elif suspect.seen_ns == now:  # an older verdict counts ranks as they were
+                writer.refresh(incident, suspect.verdict, now)
 
     def _consider(self, looker: Looker, verdict: Verdict, now: int) -> None:
         name = self._name(looker, verdict)

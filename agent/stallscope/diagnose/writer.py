@@ -96,6 +96,10 @@ class Writer:
         """The block is over."""
         incident.end_ns, incident.outcome = self._end(incident, now)
 
+    def gave_up(self, incident: Incident) -> bool:
+        """Whether a rank that waited has ended the wait by force."""
+        return self._aborts({victim.proc for victim in incident.victims}, incident.start_ns) is not None
+
     def _end(self, incident: Incident, now: int) -> tuple[int, str]:
         procs = {culprit.place.proc for culprit in incident.culprits}
         victims = {victim.proc for victim in incident.victims}
