@@ -55,12 +55,27 @@ class Episodes:
         """A rank that came late because it waited for another one passes the blame on."""
         for _ in range(LONGEST_CHAIN):
             issuer = self._issuer(late)
-            cause = self._cause(issuer, late) if issuer is not None else None
-            if issuer is None or cause is None:
+            if issuer is None:
+                return
+            half = (late.at_ns - late.since_ns) // 2
+            if issuer.waited_ns(late.since_ns, late.at_ns) < half:
+                break
+            cause = self._cause(issuer, late, half)
+            if cause is None:
+                # What it waited for was no collective: a send or receive of one that was itself late, or its own GPU.
+                if self._overlaps(issuer, late, half):
+                    return
                 break
             late = cause
-        if issuer is not None:
-            self._take(issuer, late)
+        self._take(issuer, late)
+
+    def _overlaps(self, issuer: Issuer, late: Late, least_ns: int) -> bool:
+        """Whether another rank's absence fills that time."""
+        return any(
+            min(block.end_ns, late.at_ns) - max(block.start_ns, late.since_ns) >= least_ns
+            for proc, block in self._blocks.items()
+            if proc != issuer.process.proc
+        )
 
     def _issuer(self, late: Late) -> Issuer | None:
         for issuer in self._state.operations.issuers.values():
@@ -68,11 +83,8 @@ class Episodes:
                 return issuer
         return None
 
-    def _cause(self, issuer: Issuer, late: Late) -> Late | None:
+    def _cause(self, issuer: Issuer, late: Late, half: int) -> Late | None:
         """The operation, and its last rank, for which this rank's host itself waited most of that time."""
-        half = (late.at_ns - late.since_ns) // 2
-        if issuer.waited_ns(late.since_ns, late.at_ns) < half:
-            return None
         found: list[tuple[int, Late]] = []
         for place in issuer.places.values():
             rows = self._completed.recent.get(place.comm)

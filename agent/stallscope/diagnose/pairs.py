@@ -6,7 +6,7 @@ from stallscope.aggregate.numbering import COLLECTIVE, RECV, SEND
 from stallscope.aggregate.operations import Issuer, Place
 from stallscope.aggregate.state import State
 
-__all__ = ["pair_base"]
+__all__ = ["pair_base", "settle_pairs"]
 
 
 def pair_base(state: State, issuer: Issuer, place: Place, kind: int, peer: int) -> int | None:
@@ -31,6 +31,18 @@ def pair_base(state: State, issuer: Issuer, place: Place, kind: int, peer: int) 
     back = RECV if kind == SEND else SEND
     their_place.pair_base[back, place.rank] = -_before(theirs, anchor, their_place.pointer, back, place.rank)
     return place.pair_base[kind, peer]
+
+
+def settle_pairs(state: State) -> None:
+    """Find what can be found while the logs still reach back to the attach."""
+    for issuer in state.operations.issuers.values():
+        if issuer.log.total > len(issuer.log):
+            continue
+        for place in issuer.places.values():
+            if place.how != "read":
+                continue
+            for kind, peer in place.peers:
+                pair_base(state, issuer, place, kind, peer)
 
 
 def _other_end(state: State, place: Place, peer: int) -> tuple[Issuer, Place] | None:

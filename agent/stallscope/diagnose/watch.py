@@ -11,6 +11,7 @@ from stallscope.diagnose.incident import Collective, Episode, Incident
 from stallscope.diagnose.judge import judge
 from stallscope.diagnose.look import Looker
 from stallscope.diagnose.mismatches import Silent
+from stallscope.diagnose.pairs import settle_pairs
 from stallscope.diagnose.stragglers import stragglers
 from stallscope.diagnose.summing import collectives
 from stallscope.diagnose.verdict import Verdict
@@ -84,6 +85,7 @@ class Watch:
         known = len(self.incidents)
         now = self._state.ticked_ns
         self._promise(now)
+        settle_pairs(self._state)
         self._completed.step()
         self._episodes.step()
         self._silent.step(now)
