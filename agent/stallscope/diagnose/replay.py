@@ -21,19 +21,38 @@ _TOGETHER = {"ncclAllReduce", "ncclAllGather", "ncclReduceScatter", "ncclAlltoAl
 class _Lane:
     """The operations of one stream of a rank. A unit is what one group issued there: heads together.
 
-    `proven`: so many leading units are known to be complete. `free_ns`: since when the unit `at` could run.
+    `ops`: indices into the rank's window; `begins`: where in `ops` each unit begins. `at`: the unit in front, of which
+    `left` operations have not ended; it could run since `free_ns`. `begun`: the last unit of which anything is known to
+    have begun. `proven`: so many leading units are known to be complete.
     """
 
-    __slots__ = ("at", "free_ns", "last_batch", "left", "number", "proven", "units")
+    __slots__ = ("at", "begins", "begun", "free_ns", "last_batch", "left", "ops", "proven", "rank")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.last_batch = -1
-        self.units: list[list[int]] = []
-        self.at = -1
-        self.left = 0
-        self.free_ns = 0
-        self.proven = 0
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.last_batch = self.at = self.begun = -1
+        self.ops: list[int] = []
+        self.begins: list[int] = []
+        self.left = self.free_ns = self.proven = 0
+
+    def add(self, index: int, batch: int, has_begun: bool) -> int:
+        """Puts an operation at the end. Returns the number of its unit."""
+        if batch != self.last_batch or batch < 0:
+            self.begins.append(len(self.ops))
+        self.last_batch = batch
+        self.ops.append(index)
+        number = len(self.begins) - 1
+        if has_begun:
+            self.begun = number
+        return number
+
+    def unit(self, number: int) -> list[int]:
+        """The operations of one unit; none behind the last one."""
+        return self.ops[self.begin(number) : self.begin(number + 1)]
+
+    def begin(self, number: int) -> int:
+        """Where in `ops` a unit begins, or the end of `ops`."""
+        return self.begins[number] if number < len(self.begins) else len(self.ops)
 
 
 class Replay:
@@ -45,6 +64,12 @@ class Replay:
     Args:
         strict: operations whose signatures differ in anything stand; else only those that NCCL can't end.
         serial: as if each rank had one stream.
+
+    Attributes:
+        at: by key, rank -> index into its window, of those that have issued it.
+        fired: by rank, for each of its operations whether it has ended.
+        ready_ns: likewise, since when it is in front; 0 where it is not.
+        tolerated: what has ended here though its signatures differ.
     """
 
     def __init__(self, view: View, *, strict: bool = False, serial: bool = False) -> None:
@@ -55,34 +80,38 @@ class Replay:
         self.at: dict[Key, dict[int, int]] = {}
         self.fired = [bytearray(len(rank.operations)) for rank in ranks]
         self.ready_ns = [[0] * len(rank.operations) for rank in ranks]
+        self.tolerated: list[Key] = []
         self._lanes: list[list[_Lane]] = [[] for _ in ranks]
-        self._place: list[list[tuple[int, int]]] = [[(-1, 0)] * len(rank.operations) for rank in ranks]
+        self._lane_of: list[dict[int, _Lane]] = [{} for _ in ranks]
+        self._unit_of = [[0] * len(rank.operations) for rank in ranks]
         self._left: dict[Key, int] = {}
-        self._moved: list[tuple[int, _Lane]] = []
+        self._ended: set[Key] = set()
         self._used = [{key[0] for key in rank.base} for rank in ranks]
         for index in range(len(ranks)):
             self._lay_out(index, serial)
         self._spread_proofs()
-        self._start()
-        self._run()
+        self._moved = [lane for lanes in self._lanes for lane in lanes]
+        while self._moved:
+            self._advance(self._moved.pop())
 
     def _lay_out(self, rank: int, serial: bool) -> None:
         """Puts a rank's operations into lanes; calls that block only the host have one each."""
         lanes: dict[int | str, _Lane] = {}
-        aligned = [comm.aligned for comm in self.view.comms]
-        inside = [rank in members for members in self.sure]
-        fired, place, used, at = self.fired[rank], self._place[rank], self._used[rank], self.at
-        for index, op in enumerate(self.view.ranks[rank].operations):
-            key = op.key
-            comm, kind = int(key[0]), key[1]
+        proves = [comm.aligned and rank in self.sure[c] for c, comm in enumerate(self.view.comms)]
+        fired, unit_of, lane_of = self.fired[rank], self._unit_of[rank], self._lane_of[rank]
+        used, at, ended = self._used[rank], self.at, self._ended
+        for index, (_, _, key, _, _, stream, _, returned, batch, done, started) in enumerate(
+            self.view.ranks[rank].operations
+        ):
+            comm, kind = key[0], key[1]
             if kind != "init":
                 used.add(comm)
             alone = kind == "end" or (kind == "p" and (key[2] == key[3] or rank not in self.members(key)))
-            if alone or not aligned[comm] or not inside[comm]:
+            if alone or not proves[comm]:
                 fired[index] = 1
                 continue
             is_api = kind in API_KINDS
-            if op.done or (is_api and op.returned):
+            if done or (is_api and returned):
                 fired[index] = 1
             if (here := at.get(key)) is None:
                 here = at[key] = {}
@@ -90,107 +119,114 @@ class Replay:
                 fired[index] = 1
                 continue
             here[rank] = index
-            name: int | str = f"api{index}" if is_api else 0 if serial else op.stream
+            if done and not is_api:
+                ended.add(key)
+            name: int | str = f"api{index}" if is_api else 0 if serial else stream
             if (lane := lanes.get(name)) is None:
-                lane = lanes[name] = _Lane(len(lanes))
-            if op.batch == lane.last_batch and op.batch >= 0:
-                lane.units[-1].append(index)
-            else:
-                lane.units.append([index])
-            lane.last_batch = op.batch
-            place[index] = (lane.number, len(lane.units) - 1)
+                lane = lanes[name] = _Lane(rank)
+            lane_of[index] = lane
+            unit_of[index] = lane.add(index, batch, bool(done or started))
         self._lanes[rank] = list(lanes.values())
 
     # What is known to be complete.
 
     def _spread_proofs(self) -> None:
         """What runs before something that has begun, is done, on every rank that took part in it."""
+        self._spread_ends()
         todo = []
         for rank, lanes in enumerate(self._lanes):
             ops = self.view.ranks[rank].operations
             for lane in lanes:
-                for number in range(len(lane.units) - 1, -1, -1):
-                    unit = lane.units[number]
-                    done = all(ops[i].done for i in unit)
-                    if done or any(ops[i].done or ops[i].started for i in unit):
-                        self._prove(rank, lane, number + done)
-                        todo.append((rank, lane, 0))
-                        break
+                if lane.begun >= 0:
+                    self._prove(lane, lane.begun + all(ops[i].done for i in lane.unit(lane.begun)))
+                    todo.append((lane, 0))
         while todo:
-            rank, lane, begin = todo.pop()
-            for key in self._last_barriers(rank, lane, begin):
+            lane, begin = todo.pop()
+            for key in self._last_barriers(lane, begin):
                 for other, index in self.at[key].items():
-                    number, unit_number = self._place[other][index]
-                    theirs = self._lanes[other][number]
+                    theirs, number = self._lane_of[other][index], self._unit_of[other][index]
+                    units = number + (key in self._ended and theirs.unit(number) == [index])
                     before = theirs.proven
-                    if other != rank and unit_number > before:
-                        self._prove(other, theirs, unit_number)
-                        todo.append((other, theirs, before))
+                    if other != lane.rank and units > before:
+                        self._prove(theirs, units)
+                        todo.append((theirs, before))
 
-    def _prove(self, rank: int, lane: _Lane, units: int) -> None:
-        for unit in lane.units[lane.proven : units]:
-            for index in unit:
+    def _spread_ends(self) -> None:
+        """What has ended on one rank has on all, if they called it alike: who sends less ends first."""
+        ranks = self.view.ranks
+        apart = set()
+        for key in self._ended:
+            here = self.at[key]
+            if len({ranks[rank].operations[index].signature for rank, index in here.items()}) > 1:
+                apart.add(key)
+                continue
+            for rank, index in here.items():
                 self.fired[rank][index] = 1
-        lane.proven = max(lane.proven, units)
+        self._ended -= apart
 
-    def _last_barriers(self, rank: int, lane: _Lane, begin: int) -> list[Key]:
+    def _prove(self, lane: _Lane, units: int) -> None:
+        fired = self.fired[lane.rank]
+        for index in lane.ops[lane.begin(lane.proven) : lane.begin(units)]:
+            fired[index] = 1
+        lane.proven = max(lane.proven, units)
+        lane.at = lane.proven - 1
+
+    def _last_barriers(self, lane: _Lane, begin: int) -> list[Key]:
         """Of each communicator, the last proven operation that says something about its other members."""
-        ops = self.view.ranks[rank].operations
+        ops = self.view.ranks[lane.rank].operations
         last: dict[int | str, Key] = {}
-        for unit in reversed(lane.units[begin : lane.proven]):
-            for index in unit:
-                op = ops[index]
-                if op.signature.api in _TOGETHER and op.key[0] not in last and op.key[1] == "c":
-                    last[op.key[0]] = op.key
+        for index in reversed(lane.ops[lane.begin(begin) : lane.begin(lane.proven)]):
+            key = ops[index].key
+            if key[0] not in last and key[1] == "c" and ops[index].signature.api in _TOGETHER:
+                last[key[0]] = key
         return list(last.values())
 
     # Playing.
 
-    def _start(self) -> None:
-        for rank, lanes in enumerate(self._lanes):
-            self._moved += [(rank, lane) for lane in lanes]
-
-    def _run(self) -> None:
-        while self._moved:
-            self._advance(*self._moved.pop())
-
-    def _advance(self, rank: int, lane: _Lane) -> None:
-        fired = self.fired[rank]
+    def _advance(self, lane: _Lane) -> None:
+        fired = self.fired[lane.rank]
         while True:
             lane.at += 1
-            if lane.at >= len(lane.units):
+            if lane.at >= len(lane.begins):
                 return
-            waiting = [index for index in lane.units[lane.at] if not fired[index]]
+            waiting = [index for index in lane.unit(lane.at) if not fired[index]]
             if waiting:
                 break
         lane.left = len(waiting)
         for index in waiting:
-            self._arrive(rank, index, lane.free_ns)
+            self._arrive(lane, index)
 
-    def _arrive(self, rank: int, index: int, free_ns: int) -> None:
-        op = self.view.ranks[rank].operations[index]
-        self.ready_ns[rank][index] = max(op.enter_ns, free_ns)
-        left = self._left.get(op.key)
-        left = (self._missing(op.key) if left is None else left) - 1
-        self._left[op.key] = left
-        if left == 0 and (self._is_alike(op) or not self._stands(self.signatures(op.key).values())):
-            self._fire(op.key)
-
-    def _is_alike(self, op: Operation) -> bool:
-        """The usual case, quickly."""
-        ranks, signature = self.view.ranks, op.signature
-        return all(ranks[rank].operations[i].signature == signature for rank, i in self.at[op.key].items())
+    def _arrive(self, lane: _Lane, index: int) -> None:
+        op = self.view.ranks[lane.rank].operations[index]
+        key, enter_ns = op.key, op.enter_ns
+        self.ready_ns[lane.rank][index] = enter_ns if enter_ns > lane.free_ns else lane.free_ns
+        left = self._left.get(key)
+        left = (self._missing(key) if left is None else left) - 1
+        self._left[key] = left
+        if left == 0:
+            self._fire(key)
 
     def _fire(self, key: Key) -> None:
-        here = [(rank, index) for rank, index in self.at[key].items() if not self.fired[rank][index]]
-        now_ns = max(self.ready_ns[rank][index] for rank, index in here)
-        for rank, index in here:
-            self.fired[rank][index] = 1
-            lane = self._lanes[rank][self._place[rank][index][0]]
+        """All have come: it ends, unless its calls do not fit together."""
+        here = self.at[key]
+        ranks, fired, now_ns = self.view.ranks, self.fired, 0
+        different = {ranks[rank].operations[index].signature for rank, index in here.items()}
+        if len(different) > 1:
+            if self._stands(different):
+                return
+            if differs(different):
+                self.tolerated.append(key)
+        open_ = [(rank, index) for rank, index in here.items() if not fired[rank][index]]
+        for rank, index in open_:
+            fired[rank][index] = 1
+            ready_ns = self.ready_ns[rank][index]
+            now_ns = ready_ns if ready_ns > now_ns else now_ns
+        for rank, index in open_:
+            lane = self._lane_of[rank][index]
             lane.free_ns = now_ns
             lane.left -= 1
             if lane.left == 0:
-                self._moved.append((rank, lane))
+                self._moved.append(lane)
 
     def _missing(self, key: Key) -> int:
         here, count = self.at[key], self.unknown(key)
@@ -238,13 +274,12 @@ class Replay:
 
         `stream`: only of that one, if anything is unfinished there.
         """
-        heads = sorted({i for lane in self._lanes[rank] for i in self._front(rank, lane)} | set(self._unreturned(rank)))
+        heads = sorted({i for lane in self._lanes[rank] for i in self._front(lane)} | set(self._unreturned(rank)))
         narrow = [i for i in heads if stream is not None and self.op(rank, i).stream == stream]
         return narrow or heads
 
-    def _front(self, rank: int, lane: _Lane) -> list[int]:
-        units = lane.units[lane.at : lane.at + 1]
-        return [index for unit in units for index in unit if not self.fired[rank][index]]
+    def _front(self, lane: _Lane) -> list[int]:
+        return [index for index in lane.unit(lane.at) if not self.fired[lane.rank][index]]
 
     def _unreturned(self, rank: int) -> Iterator[int]:
         for index in range(len(self.fired[rank]) - 1, -1, -1):
@@ -255,18 +290,18 @@ class Replay:
 
     def in_front(self, rank: int, index: int) -> list[int]:
         """What is in front in the stream of an operation: it itself once it has come."""
-        number, unit = self._place[rank][index]
-        lane = self._lanes[rank][number]
-        return [index] if lane.at >= unit else self._front(rank, lane)
+        lane = self._lane_of[rank][index]
+        return [index] if lane.at >= self._unit_of[rank][index] else self._front(lane)
 
     def unproven(self, rank: int) -> Iterator[int]:
         """What has ended in the replay and is not known to have ended."""
         for lane in self._lanes[rank]:
-            for unit in lane.units[lane.proven :]:
-                yield from (i for i in unit if self.fired[rank][i] and not self._is_known(self.op(rank, i)))
+            rest = lane.ops[lane.begin(lane.proven) :]
+            yield from (i for i in rest if self.fired[rank][i] and not self.is_known(self.op(rank, i)))
 
-    def _is_known(self, op: Operation) -> bool:
-        return op.done or (op.key[1] in API_KINDS and op.returned)
+    def is_known(self, op: Operation) -> bool:
+        """Whether it is known to have ended, on this rank or another one."""
+        return op.done or op.key in self._ended or (op.key[1] in API_KINDS and op.returned)
 
     def next_number(self, rank: int, prefix: Key, begin: int = 0) -> int:
         """The number of the rank's first operation of a kind from a place in its window on, issued or not."""

@@ -42,7 +42,7 @@ def _not_begun(replay: Replay, key: Key) -> list[int]:
 
 def _is_first(replay: Replay, rank: int, index: int) -> bool:
     """Whether nothing that it issued earlier is unfinished."""
-    return min(replay.unproven(rank), default=-1) == index
+    return min(_open(replay, rank), default=-1) == index
 
 
 def _gpu_verdict(replay: Replay, rank: int, key: Key) -> Verdict:
@@ -137,18 +137,36 @@ def all_arrived(replay: Replay) -> list[Verdict]:
     standing = {rank: open_ for rank, open_ in _standing(replay).items() if open_}
     if not standing:
         return []
+    begun = _begun(replay, standing)
+    if begun:
+        why = "it began on all GPUs and does not end: the transport stands"
+        return [_arrived(replay, stuck, standing, key, "gpu_start", why) for key in begun]
     key = _common(replay, stuck, standing)
     if key is None:
         return []
+    why = "all ranks have called it: a GPU may be stuck before it, or the transport stands"
+    return [_arrived(replay, stuck, standing, key, "api", why)]
+
+
+def _arrived(replay: Replay, stuck: list[int], standing: dict[int, list[int]], key: Key, evidence: str,
+             why: str) -> Verdict:  # fmt: skip
     here = replay.at[key]
     since_ns = max(min(replay.op(r, i).enter_ns for r, i in here.items()), 0)
     where = tuple((rank, key if rank in here else replay.op(rank, standing[rank][0]).key) for rank in sorted(standing))
-    began = [replay.op(rank, index).started for rank, index in here.items()]
-    evidence, why = "api", "all ranks have called it: a GPU may be stuck before it, or the transport stands"
-    if all(began):
-        evidence, why = "gpu_start", "it began on all GPUs and does not end: the transport stands"
     cascade = tuple(c for c in _comms_of(replay, tuple(stuck)) if c != key[0])
-    return [Verdict("ALL_ARRIVED", (), key, int(key[0]), since_ns, tuple(stuck), cascade, evidence, "low", why, where)]
+    return Verdict("ALL_ARRIVED", (), key, int(key[0]), since_ns, tuple(stuck), cascade, evidence, "low", why, where)
+
+
+def _begun(replay: Replay, standing: dict[int, list[int]]) -> list[Key]:
+    """What all its ranks have begun and none is known to have ended: oldest first."""
+    found: dict[Key, None] = {}
+    for rank, places in standing.items():
+        for index in places:
+            key = replay.op(rank, index).key
+            ops = [replay.op(r, i) for r, i in replay.at[key].items()]
+            if all(op.started for op in ops):
+                found[key] = None
+    return sorted(found, key=lambda key: min(replay.op(r, i).enter_ns for r, i in replay.at[key].items()))
 
 
 def _common(replay: Replay, stuck: list[int], standing: dict[int, list[int]]) -> Key | None:
