@@ -161,7 +161,7 @@ def test_a_rank_that_waits_for_its_own_gpu() -> None:
     view = Job(layout, with_fault(layout, "never", 2, 5, 8)).view()
     view.ranks[2].state, view.ranks[2].api = IN_SYNC, "cudaStreamSynchronize"
     (verdict,) = judge(view)
-    assert (verdict.kind, verdict.culprits) == ("NOT_ARRIVED", (2,))
+    assert (verdict.kind, verdict.culprits, verdict.evidence) == ("GPU_STUCK", (2,), "completion")
     assert verdict.why == "waits in cudaStreamSynchronize for its own GPU work"
 
 

@@ -57,7 +57,7 @@ class Deviation(NamedTuple):
 
 
 def _same_lane(one: Token, other: Token) -> bool:
-    return isinstance(one, Call) and isinstance(other, Call) and one.prefix == other.prefix and one.prefix[1] == "c"
+    return isinstance(one, Call) and isinstance(other, Call) and (one.prefix, one.odd) == (other.prefix, other.odd)
 
 
 def _uses_all(calls: Sequence[Token], tokens: Sequence[Token]) -> bool:

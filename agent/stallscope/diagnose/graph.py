@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stallscope.diagnose.agree import blocks, differs
 from stallscope.diagnose.replay import Replay
 from stallscope.diagnose.view import DEAD, FINISHED, IN_API, IN_SYNC, UNKNOWN, USER, Key, Rank
 
@@ -47,7 +46,7 @@ def is_leaving(rank: Rank) -> bool:
     return rank.state == IN_API and (rank.api or "").startswith(_LEAVING)
 
 
-def build(replay: Replay, *, strict: bool = False) -> Graph:
+def build(replay: Replay) -> Graph:
     """All nodes, of which at least one rank is at the head, with their edges."""
     graph: Graph = {}
     heads = []
@@ -61,11 +60,11 @@ def build(replay: Replay, *, strict: bool = False) -> Graph:
         stream = rank.stream if rank.state == IN_SYNC else None
         heads.append(tuple(dict.fromkeys(replay.op(number, i).key for i in replay.heads(number, stream))))
     for node in graph.values():
-        _connect(replay, node, heads, strict)
+        _connect(replay, node, heads)
     return graph
 
 
-def _connect(replay: Replay, node: Node, heads: list[tuple[Key, ...]], strict: bool) -> None:
+def _connect(replay: Replay, node: Node, heads: list[tuple[Key, ...]]) -> None:
     here = replay.at[node.key]
     come = {}
     for member in replay.members(node.key):
@@ -80,7 +79,7 @@ def _connect(replay: Replay, node: Node, heads: list[tuple[Key, ...]], strict: b
             node.edges += [(key, member) for key in front if key != node.key]
             if node.key in front:
                 come[member] = replay.op(member, index).signature
-    if (differs if strict else blocks)(come.values()):
+    if replay.stands(set(come.values())):
         node.causes.append(Cause(MISMATCH, -1))
     if replay.unknown(node.key):
         _strangers(replay, node)
@@ -132,7 +131,7 @@ def _no_head(replay: Replay, member: int) -> str:
         calls = (r for r in replay.view.ranks if r.state == IN_API and not (r.api or "").startswith(LIFE_CYCLE))
         is_full = not (rank.api or "").startswith(LIFE_CYCLE) and sum(1 for _ in calls) > 1
         return UNPROVEN if is_full else "IN_API"  # several hosts inside calls: NCCL's queue of work is full
-    return UNPROVEN if any(True for _ in replay.unproven(member)) else "NOT_ARRIVED"
+    return UNPROVEN if any(True for _ in replay.unproven(member)) else "GPU_STUCK"
 
 
 def components(graph: Graph) -> list[list[Key]]:

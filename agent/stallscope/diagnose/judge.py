@@ -10,10 +10,10 @@ from stallscope.diagnose.history import EXTRA, SKIPPED
 from stallscope.diagnose.hosts import is_certain, is_waiting, judge_hosts
 from stallscope.diagnose.replay import Replay
 from stallscope.diagnose.silent import silent_mismatches
-from stallscope.diagnose.unexplained import all_arrived, odd_host, stuck_gpu
+from stallscope.diagnose.unexplained import all_arrived, odd_host, own_work, stuck_gpu
 from stallscope.diagnose.verdict import Verdict
-from stallscope.diagnose.view import DEAD, FINISHED, IN_SYNC, UNKNOWN, Key, View
-from stallscope.diagnose.wrong import Wrong, wrong_in_cycle, wrong_in_mismatch
+from stallscope.diagnose.view import DEAD, FINISHED, UNKNOWN, Key, View
+from stallscope.diagnose.wrong import Wrong, wrong_in_cycle, wrong_in_leaving, wrong_in_mismatch
 
 __all__ = ["judge", "silent_mismatches"]
 
@@ -26,7 +26,7 @@ def judge(view: View) -> list[Verdict]:
     replay = Replay(view)
     found = _Roots(replay).verdicts()
     if found:
-        return found
+        return _sorted([*found, *_beside(replay, found)])
     if not any(is_waiting(rank) for rank in view.ranks):
         return []
     if not is_certain(view):
@@ -40,7 +40,7 @@ def _unexplained(replay: Replay) -> list[Verdict]:
     found = stuck_gpu(replay) or odd_host(replay)
     if found:
         return found
-    strict = _Roots(Replay(view, strict=True), strict=True).verdicts()
+    strict = _strict(view) if replay.tolerated else []
     if strict and all(verdict.kind in (MISMATCH, SKIPPED, EXTRA) for verdict in strict):
         return [verdict._replace(confidence="medium" if verdict.culprits else "low") for verdict in strict]
     if any(len({op.stream for op in rank.operations}) > 1 for rank in view.ranks):
@@ -50,6 +50,23 @@ def _unexplained(replay: Replay) -> list[Verdict]:
         if named and len(named) == len(serial):
             return [verdict._replace(confidence="medium") for verdict in named]
     return _unknown(replay) or all_arrived(replay)
+
+
+def _strict(view: View) -> list[Verdict]:
+    """As if all calls stood that do not fit together."""
+    return _Roots(Replay(view, strict=True)).verdicts()
+
+
+def _beside(replay: Replay, found: list[Verdict]) -> list[Verdict]:
+    """Calls that do not fit together, and may stand, where that hides nothing of what was found."""
+    if not replay.tolerated:
+        return []
+    strict = {(v.kind, v.culprits, v.key): v for v in _strict(replay.view)}
+    if any((v.kind, v.culprits, v.key) not in strict for v in found):
+        return []
+    named = {rank for v in found for rank in v.culprits}
+    more = [v for v in strict.values() if v.kind == MISMATCH and v.culprits and named.isdisjoint(v.culprits)]
+    return [v._replace(confidence="medium") for v in more if v.confidence != "low"]
 
 
 def _unknown(replay: Replay) -> list[Verdict]:
@@ -67,9 +84,9 @@ def _sorted(verdicts: Iterable[Verdict]) -> list[Verdict]:
 class _Roots:
     """The wait-for graph of a Replay, resolved to what is not itself a wait."""
 
-    def __init__(self, replay: Replay, *, strict: bool = False) -> None:
+    def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._graph: Graph = build(replay, strict=strict)
+        self._graph: Graph = build(replay)
         self._blame = Blame(replay)
         self._into: dict[Key, set[Key]] = {}
         for key, node in self._graph.items():
@@ -86,7 +103,8 @@ class _Roots:
                     found.append(self._mismatch(key))
                 elif cause.kind not in (UNPROVEN, UNKNOWN):
                     causes.setdefault(cause, []).append(key)
-        found += [self._absent(cause, keys) for cause, keys in causes.items()]
+        found += self._left_behind(causes)
+        found += [self._absent(cause, keys) for cause, keys in causes.items() if keys]
         found += self._cycles()
         return _without_consequences(self._replay.view, _merged(_sorted(found)))
 
@@ -101,11 +119,28 @@ class _Roots:
             own = self._blame.deviants({cause.rank}).get(cause.rank)
             if own and own.kind in (SKIPPED, EXTRA) and (kind == "LEFT" or rank.api in _ORDERLY_ENDS):
                 return self._verdict(own.kind, (cause.rank,), own.key, keys, "high", _deviates(own))
-        if kind == "NOT_ARRIVED" and rank.state == IN_SYNC:
-            why = f"waits in {rank.api or 'a synchronize call'} for its own GPU work"
+        if kind == "GPU_STUCK":
+            why = own_work(rank)
         elif kind == "IN_API":
             why = f"is inside {rank.api or 'an NCCL call'}, which waits for none of the others and has not returned"
-        return self._verdict(kind, (cause.rank,), missed, keys, "high", why.format(name=self._name(missed)))
+        verdict = self._verdict(kind, (cause.rank,), missed, keys, "high", why.format(name=self._name(missed)))
+        return verdict._replace(evidence="completion") if kind == "GPU_STUCK" else verdict
+
+    def _left_behind(self, causes: dict[Cause, list[Key]]) -> list[Verdict]:
+        """Who waits for others that have left, where it is they who called too often; takes the others' causes."""
+        gone: dict[Key, set[int]] = {}
+        for cause, keys in causes.items():
+            if cause.kind == "LEFT":
+                for key in keys:
+                    gone.setdefault(key, set()).add(cause.rank)
+        found = []
+        for key, left in gone.items():
+            wrong = wrong_in_leaving(self._replay, self._blame, key, left, self._graph[key].waiting)
+            if wrong:
+                found.append(self._wrong(wrong, [key])._replace(where=()))
+                for rank in left:
+                    causes[Cause("LEFT", rank)].remove(key)
+        return found
 
     def _first_missed(self, rank: int, keys: list[Key]) -> Key:
         """Of several operations, the one that the absent rank would have come to first."""
@@ -172,6 +207,7 @@ _ABSENT = {
     "NOT_ARRIVED": "has not come to {name}: its host is in no CUDA or NCCL call that waits",
     "LEFT": "has destroyed the communicator or finished, and never comes to {name}",
     "IN_API": "",
+    "GPU_STUCK": "",
 }
 _ORDERLY_ENDS = ("ncclCommDestroy", "ncclCommFinalize")
 

@@ -62,7 +62,8 @@ class Replay:
     does not rest on them. Operations that are known to be done have ended whatever the model says.
 
     Args:
-        strict: operations whose signatures differ in anything stand; else only those that NCCL can't end.
+        strict: operations whose signatures differ in anything stand, but for those that are known to have ended before;
+            else only those that NCCL can't end.
         serial: as if each rank had one stream.
 
     Attributes:
@@ -74,7 +75,7 @@ class Replay:
 
     def __init__(self, view: View, *, strict: bool = False, serial: bool = False) -> None:
         self.view = view
-        self._stands = differs if strict else blocks
+        self._strict = strict
         ranks = view.ranks
         self.sure = [tuple(r for r in c.members.values() if not ranks[r].gap) for c in view.comms]
         self.at: dict[Key, dict[int, int]] = {}
@@ -86,6 +87,7 @@ class Replay:
         self._unit_of = [[0] * len(rank.operations) for rank in ranks]
         self._left: dict[Key, int] = {}
         self._ended: set[Key] = set()
+        self._harmless: set[frozenset[Signature]] = set()
         self._used = [{key[0] for key in rank.base} for rank in ranks]
         for index in range(len(ranks)):
             self._lay_out(index, serial)
@@ -103,7 +105,7 @@ class Replay:
         for index, (_, _, key, _, _, stream, _, returned, batch, done, started) in enumerate(
             self.view.ranks[rank].operations
         ):
-            comm, kind = key[0], key[1]
+            comm, kind = int(key[0]), key[1]
             if kind != "init":
                 used.add(comm)
             alone = kind == "end" or (kind == "p" and (key[2] == key[3] or rank not in self.members(key)))
@@ -157,8 +159,11 @@ class Replay:
         apart = set()
         for key in self._ended:
             here = self.at[key]
-            if len({ranks[rank].operations[index].signature for rank, index in here.items()}) > 1:
+            different = {ranks[rank].operations[index].signature for rank, index in here.items()}
+            if len(different) > 1:
                 apart.add(key)
+                if all(ranks[rank].operations[index].done for rank, index in here.items()):
+                    self._harmless.add(frozenset(different))
                 continue
             for rank, index in here.items():
                 self.fired[rank][index] = 1
@@ -212,7 +217,7 @@ class Replay:
         ranks, fired, now_ns = self.view.ranks, self.fired, 0
         different = {ranks[rank].operations[index].signature for rank, index in here.items()}
         if len(different) > 1:
-            if self._stands(different):
+            if self.stands(different):
                 return
             if differs(different):
                 self.tolerated.append(key)
@@ -239,6 +244,12 @@ class Replay:
         return count
 
     # Questions.
+
+    def stands(self, signatures: set[Signature]) -> bool:
+        """Whether an operation that was called like this does not end."""
+        if not self._strict:
+            return blocks(signatures)
+        return differs(signatures) and frozenset(signatures) not in self._harmless
 
     def members(self, key: Key) -> tuple[int, ...]:
         """The ranks that it needs, without those that nobody traces or whose records have gaps."""

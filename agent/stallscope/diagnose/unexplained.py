@@ -6,9 +6,9 @@ from stallscope.diagnose.graph import LIFE_CYCLE, is_leaving
 from stallscope.diagnose.hosts import is_waiting
 from stallscope.diagnose.replay import Replay
 from stallscope.diagnose.verdict import Verdict
-from stallscope.diagnose.view import DEAD, IN_API, USER, Key
+from stallscope.diagnose.view import DEAD, FINISHED, IN_API, IN_SYNC, USER, Key, Rank
 
-__all__ = ["all_arrived", "odd_host", "stuck_gpu"]
+__all__ = ["all_arrived", "odd_host", "own_work", "stuck_gpu"]
 
 
 def _stuck(replay: Replay) -> list[int]:
@@ -28,7 +28,28 @@ def stuck_gpu(replay: Replay) -> list[Verdict]:
     for key in keys:
         for rank in _not_begun(replay, key):
             found.setdefault(rank, _gpu_verdict(replay, rank, key))
-    return list(found.values())
+    return list(found.values()) or _last_one(replay)
+
+
+def own_work(rank: Rank) -> str:
+    """What to say of a host that waits while all the operations it issued are done."""
+    return f"waits in {rank.api or 'a synchronize call'} for its own GPU work"
+
+
+def _last_one(replay: Replay) -> list[Verdict]:
+    """Those that wait for their GPU with all their operations done, while the others have finished as they should."""
+    ranks = replay.view.ranks
+    found = []
+    for number in _stuck(replay):
+        rank, comms = ranks[number], [c for c, members in enumerate(replay.sure) if number in members]
+        near = {member for comm in comms for member in replay.sure[comm]} - {number}
+        is_alone = near and all(ranks[member].state == FINISHED for member in near)
+        if is_alone and rank.state == IN_SYNC and rank.operations and not _open(replay, number):
+            since_ns = replay.view.now_ns if rank.since_ns is None else rank.since_ns
+            found.append(
+                Verdict("GPU_STUCK", (number,), None, None, since_ns, (), (), "completion", "medium", own_work(rank))
+            )
+    return found
 
 
 def _not_begun(replay: Replay, key: Key) -> list[int]:

@@ -28,7 +28,7 @@ _HEADS = {
     "DIED": "{who} died; {waiting} wait for it at {where}",
     "NOT_ARRIVED": "{who} has not come to {where}; {waiting} wait for it",
     "LEFT": "{who} has left while {waiting} wait for it at {where}",
-    "GPU_STUCK": "the GPU of {who} has not begun {where}; {waiting} wait for it",
+    "GPU_STUCK": "the GPU of {who} does not come to {where}; {waiting} wait for it",
     "MISMATCH": "{who} calls something else than the others at {where}",
     "SKIPPED": "{who} left out an operation before {where}; {waiting} are blocked",
     "EXTRA": "{who} made an operation too many before {where}; {waiting} are blocked",

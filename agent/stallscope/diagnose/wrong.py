@@ -12,7 +12,7 @@ from stallscope.diagnose.history import EXTRA, FEW, MOVED, SKIPPED
 from stallscope.diagnose.replay import Replay
 from stallscope.diagnose.view import Key, Signature
 
-__all__ = ["Wrong", "minority", "wrong_in_cycle", "wrong_in_mismatch"]
+__all__ = ["Wrong", "minority", "wrong_in_cycle", "wrong_in_leaving", "wrong_in_mismatch"]
 
 _DEADLOCK = "ORDER_DEADLOCK"
 
@@ -98,12 +98,46 @@ def wrong_in_cycle(replay: Replay, blame: Blame, graph: Graph, component: list[K
         key = deviants[earliest].key if deviants[earliest].key in graph else first
         why = "call in an order of which each waits for the other"
         return Wrong(_DEADLOCK, tuple(deviants), key, "high" if _is_pair(component) else "medium", why)
+    if alone := _by_majority(replay, graph, component):
+        return alone
     ring, ranks = _shortest(graph, component)
     names = sorted({replay.op(rank, index).name for key in ring for rank, index in replay.at[key].items()})
     why = f"wait for each other in a ring, in {' and '.join(names)}; whose order is wrong can't be told"
     if _is_pair(ring):
         return Wrong(_DEADLOCK, ranks, ring[0], "medium", "both send, or both receive, before the other's call")
     return Wrong(_DEADLOCK, ranks, first, "low", why)
+
+
+def wrong_in_leaving(replay: Replay, blame: Blame, key: Key, left: set[int], waiting: list[int]) -> Wrong | None:
+    """Whether it is the ranks that wait for others that ended: they depart from their history, or from most members."""
+    if blame.deviants(left):
+        return None
+    deviants = {rank: own for rank, own in blame.deviants(set(waiting)).items() if own.kind == EXTRA}
+    if len(deviants) == 1:
+        return _deviant(*next(iter(deviants.items())))
+    members = replay.members(key)
+    if key[1] == "c" and len(members) > 2 and 2 * len(left) > len(members):
+        name = next(replay.op(rank, index).name for rank, index in replay.at[key].items())
+        why = f"calls {name} once more than {len(left)} others, which have finished"
+        return Wrong(EXTRA, tuple(sorted(waiting)), key, "medium", why)
+    return None
+
+
+def _by_majority(replay: Replay, graph: Graph, component: list[Key]) -> Wrong | None:
+    """Where most of three or more ranks wait in an operation of theirs, and the rest in later ones of theirs: these
+    have left it out, or come to it too late."""
+    for key in component:
+        members = set(replay.members(key))
+        there = members & set(graph[key].waiting)
+        same = [k for k in component if k != key and k[1] != "p" and set(replay.members(k)) == members]
+        rest = members - there
+        elsewhere = {rank for other in same for rank in graph[other].waiting}
+        if len(members) > 2 and key[1] != "p" and 2 * len(there) > len(members) and rest and rest <= elsewhere:
+            names = {replay.op(rank, replay.at[k][rank]).name for k in same for rank in rest if rank in replay.at[k]}
+            due = next(replay.op(rank, index).name for rank, index in replay.at[key].items())
+            why = f"left out {due}: {' and '.join(sorted(names))} comes where {len(there)} others call it"
+            return Wrong(SKIPPED, tuple(sorted(rest)), key, "medium", why)
+    return None
 
 
 def _is_pair(ring: list[Key]) -> bool:
