@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
 
@@ -150,12 +151,11 @@ class Blame:
         expected, got = found.expected, calls[found.at]
         assert isinstance(expected, Call)
         key: Key = self._replay.op(rank, places[found.at]).key
-        is_sure = is_sure and found.support > 0 and found.is_whole and distance <= FEW
+        if kind != MOVED:
+            is_sure = is_sure and found.support > 0 and found.is_whole and distance <= FEW
         if kind in (SKIPPED, MOVED):
             key = (*expected.prefix, self._replay.next_number(rank, expected.prefix, places[found.at]))
-        return Deviation(
-            kind, key, distance, is_sure and found.support > 0 and found.is_whole, _name(got), _name(expected)
-        )
+        return Deviation(kind, key, distance, is_sure, _name(got), _name(expected))
 
     def _settle(self, rank: int, found: Break) -> tuple[str, int, bool]:
         """(kind, calls, whether sure). Between explanations that fit equally well the numbers of calls decide,
@@ -164,31 +164,39 @@ class Blame:
         if not found.rivals or found.kind == CHANGED:
             return *first, True
         assert isinstance(found.got, Call) and isinstance(found.expected, Call)
-        surplus = self._surplus(rank)
+        surplus, is_seen = self._surplus(rank), True
         guesses = dict((first, *found.rivals))
         if MOVED in guesses:
             distance = guesses.pop(MOVED)
+            is_seen = found.at + distance <= len(self.calls(rank)[0])
             others = {kind for kind, calls in guesses.items() if calls == 1}
-            if EXTRA in others and not self._is_one_too_many(rank, found, surplus):
+            if EXTRA in others and not self._is_repeat(rank, found):
                 others.remove(EXTRA)
             if not others or not any(surplus.values()):
-                return MOVED, distance, True
+                return MOVED, distance, is_seen
             guesses = dict.fromkeys(others, 1)
         is_missing, is_too_many = surplus.get(found.expected.prefix, 0) < 0, surplus.get(found.got.prefix, 0) > 0
         if SKIPPED in guesses and (is_missing or EXTRA not in guesses):
-            return SKIPPED, guesses[SKIPPED], is_missing
+            return SKIPPED, guesses[SKIPPED], is_missing and is_seen
         if EXTRA in guesses and (is_too_many or SKIPPED not in guesses):
-            return EXTRA, guesses[EXTRA], is_too_many
+            return EXTRA, guesses[EXTRA], is_too_many and is_seen
         kind = next(iter(guesses))
         return kind, guesses[kind], False
 
-    def _is_one_too_many(self, rank: int, found: Break, surplus: dict[Key, int]) -> bool:
-        """Whether a call was made once more, rather than before its time: it repeats the one before, or its number
-        alone is too high."""
-        assert isinstance(found.got, Call)
-        calls = self.calls(rank)[0]
-        is_repeat = found.at > 0 and calls[found.at - 1] == found.got
-        return is_repeat or {prefix: n for prefix, n in surplus.items() if n} == {found.got.prefix: 1}
+    def _is_repeat(self, rank: int, found: Break) -> bool:
+        """Whether a call was made once more, rather than before its time: right after the same one. Not where the rank
+        has waited in between, as long as it usually does there: then it begins what comes next."""
+        (calls, places), at = self.calls(rank), found.at
+        if at == 0 or calls[at - 1] != found.got:
+            return False
+        ops = self._replay.view.ranks[rank].operations
+        times = [ops[index].enter_ns for index in places]
+        pauses = [after - before for before, after in pairwise(times[:at])]
+        usual = [p for n, p in enumerate(pauses) if (calls[n], calls[n + 1]) == (found.got, found.expected)]
+        if not usual or not ops[places[at - 1]].done:
+            return True
+        pause_ns = median_low(usual)
+        return pause_ns < 2 * median_low(pauses) or 2 * (times[at] - times[at - 1]) < pause_ns
 
     def _surplus(self, rank: int) -> dict[Key, int]:
         """By prefix of keys: how many calls more than the other ranks there it issued."""

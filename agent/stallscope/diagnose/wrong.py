@@ -77,7 +77,7 @@ def _deviant(rank: int, deviation: Deviation) -> Wrong:
         why = f"made {_calls(deviation)} too many: {deviation.got} where {deviation.expected} is due"
         return Wrong(EXTRA, (rank,), deviation.key, confidence, why)
     why = f"calls {deviation.got} before {deviation.expected}, in another order than before"
-    return Wrong(_DEADLOCK, (rank,), deviation.key, "high", why)
+    return Wrong(_DEADLOCK, (rank,), deviation.key, confidence, why)
 
 
 def _calls(deviation: Deviation) -> str:
