@@ -122,17 +122,19 @@ class WrittenFiles:
 
 
 def _positions(folder: str) -> dict[tuple[int, str], tuple[int, bool]]:
-    """(descriptor, path) -> (position, whether it only appends), of files open for writing."""
+    """(descriptor, path) -> (position, whether it only appends), of files open for writing that are not where its
+    standard output or error go: a traceback, or a watchdog's last words, is no checkpoint."""
     found = {}
     try:
         with os.scandir(f"{folder}/fd") as entries:
             names = [entry.name for entry in itertools.islice(entries, MAX_FDS)]
     except OSError:
         return {}
+    said = {_link(f"{folder}/fd/{number}") for number in (1, 2)}
     for name in names:
         try:
             path = os.readlink(f"{folder}/fd/{name}")
-            if not path.startswith("/") or path.startswith(_NO_FILES):
+            if not path.startswith("/") or path.startswith(_NO_FILES) or path in said:
                 continue
             position, flags = _fdinfo(_read(f"{folder}/fdinfo/{name}"))
         except (OSError, ValueError):
@@ -140,6 +142,13 @@ def _positions(folder: str) -> dict[tuple[int, str], tuple[int, bool]]:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             found[int(name), path] = position, bool(flags & os.O_APPEND)
     return found
+
+
+def _link(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
 
 
 def _fdinfo(text: bytes) -> tuple[int, int]:

@@ -101,7 +101,9 @@ class Completed:
         known = (came > 0).all(axis=0)
         if len(ranks) >= 2:
             self._measure(comm, low, ranks, came[:, known], called[:, known], np.flatnonzero(known))
-        for value, count in zip(*(x.tolist() for x in np.unique(called[0], return_counts=True)), strict=True):
+        seen = (came > 0).any(axis=0)  # not what was before the attach, nor what was lost of all
+        told = called[(came > 0).argmax(axis=0), np.arange(high - low)][seen]
+        for value, count in zip(*(x.tolist() for x in np.unique(told, return_counts=True)), strict=True):
             if (comm, value) in self.calls or len(self.calls) < MAX_BASELINES:
                 self.calls[comm, value] += count
 

@@ -77,16 +77,28 @@ class Looker:
     def _find_ranks(self) -> None:
         table, hooks = self.state.processes.table, self.state.hooks
         procs = [p for p in table.values() if p.proc in self.state.operations.issuers or p.has_library("NCCL", hooks)]
-        procs = [p for p in procs if self._takes_part(p)]
+        procs = [p for p in procs if self._takes_part(p, procs)]
         for process in sorted(procs, key=lambda p: (p.global_rank is None, p.global_rank or 0, p.order)):
             for lane in range(self._lane_count(process)):
                 self._index[process.proc, lane] = len(self.view.ranks)
                 self.owners.append((process.proc, lane))
                 self.view.ranks.append(self._rank(process))
 
-    def _takes_part(self, process: Process) -> bool:
-        """A process that loaded NCCL and never called it is a rank only while it is there and its peers may wait."""
-        return process.proc in self.state.operations.issuers or process.exit is None
+    def _takes_part(self, process: Process, procs: list[Process]) -> bool:
+        """A process that loaded NCCL and never called it is a rank only while it is there and its peers may wait.
+
+        It is none as the launcher (torchrun loads NCCL, too), nor as a child of a rank: a loader, a compiler.
+        """
+        issuers = self.state.operations.issuers
+        if process.proc in issuers:
+            return True
+        if process.exit is not None:
+            return False
+        if process.global_rank is None:
+            named = any(other.global_rank is not None for other in procs)
+            kin = any(p.proc in issuers and process.proc in (p.parent, p.proc) for p in procs)
+            return not named and not kin and process.parent not in issuers
+        return not any(p.proc == process.parent and p.global_rank == process.global_rank for p in procs)
 
     def _lane_count(self, process: Process) -> int:
         """How many ranks of one communicator the process holds, at most; each pointer is of one of them."""

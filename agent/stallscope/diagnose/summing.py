@@ -35,6 +35,7 @@ def collectives(state: State, completed: Completed) -> list[Collective]:
 
 
 def _steps(completed: Completed) -> int | None:
-    """How many times the job went round: as often as its rarest repeated operation."""
+    """How many times the job went round: as often as its rarest repeated operation, and those that only the first
+    rounds did otherwise (DDP makes its buckets anew after one)."""
     repeated = [calls for calls in completed.calls.values() if calls >= LEAST_STEPS]
-    return min(repeated, default=None)
+    return max((calls for calls in repeated if calls * 10 <= min(repeated) * 11), default=None)

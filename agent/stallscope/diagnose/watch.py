@@ -100,7 +100,13 @@ class Watch:
         return self.incidents[known:]
 
     def finish(self) -> None:
-        """The stream is over."""
+        """The stream is over: so is what nobody waits in any more."""
+        if not self._begun:
+            return
+        for suspect in self._suspects.values():
+            writer = Writer(self._state, Looker(self._state, self._state.ticked_ns))
+            if suspect.incident is not None and suspect.incident.end_ns is None and writer.is_over(suspect.incident):
+                writer.close(suspect.incident, self._state.ticked_ns)
 
     def _promise(self, now: int) -> None:
         """NCCL entries that the counters in the kernel had seen some ticks ago must have come as records by now."""

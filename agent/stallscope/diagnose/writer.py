@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+
 from stallscope.aggregate.hosts import Host
-from stallscope.aggregate.process import Process
+from stallscope.aggregate.process import Exit, Process
 from stallscope.aggregate.state import State
 from stallscope.diagnose.completed import Odd
 from stallscope.diagnose.incident import Culprit, Incident, Place
@@ -84,6 +86,8 @@ class Writer:
 
     def refresh(self, incident: Incident, verdict: Verdict, now: int) -> None:
         """What is known later: more victims, stacks, and a class where there was none."""
+        if incident.kind == "NOT_ARRIVED" and verdict.kind == "DIED" and self._ended_by_itself(incident):
+            incident.kind, incident.label = verdict.kind, None
         if incident.kind == "CANNOT_DECIDE" and verdict.kind != "CANNOT_DECIDE":
             incident.kind, incident.evidence, incident.confidence = verdict.kind, verdict.evidence, verdict.confidence
         if verdict.kind == incident.kind:
@@ -91,6 +95,12 @@ class Writer:
             more = [self._place(rank, verdict.comm) for rank in verdict.victims]
             incident.victims += [place for place in more if place.proc not in seen]
             self._tell(incident, verdict.why, now)
+
+    def _ended_by_itself(self, incident: Incident) -> bool:
+        """An exception or a fault, whose tidying up took longer than the threshold, and not somebody who ended a rank
+        that hung, nor a watchdog."""
+        exits = [self._state.processes.table[culprit.place.proc].exit for culprit in incident.culprits]
+        return all(end and end.signal in (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE) for end in exits)
 
     def close(self, incident: Incident, now: int) -> None:
         """The block is over."""
@@ -106,12 +116,24 @@ class Writer:
         aborted = self._aborts(victims, incident.start_ns)
         if aborted is not None:
             return aborted, "timed_out"
-        ends = [e.at_ns for p in victims if (e := self._state.processes.table[p].exit) and e.at_ns > incident.start_ns]
+        ends = self._ends(victims, incident.start_ns)
         if victims and len(ends) == len(victims):
-            return max(ends), "died" if incident.kind == "DIED" else "aborted"
+            gave_up = any(end.signal == signal.SIGABRT for end in ends)  # torch's watchdog, which aborts the process
+            return max(
+                end.at_ns for end in ends
+            ), "timed_out" if gave_up else "died" if incident.kind == "DIED" else "aborted"
         came = [self._first_after(proc, incident.start_ns) for proc in procs]
         known = [ns for ns in came if ns is not None]
         return (min(known) if known else now), "resolved"
+
+    def _ends(self, procs: set[int], since_ns: int) -> list[Exit]:
+        ends = (self._state.processes.table[proc].exit for proc in procs)
+        return [end for end in ends if end is not None and end.at_ns > since_ns]
+
+    def is_over(self, incident: Incident) -> bool:
+        """Whether nobody is left that waits."""
+        victims = {victim.proc for victim in incident.victims}
+        return bool(victims) and len(self._ends(victims, incident.start_ns)) == len(victims)
 
     def _aborts(self, procs: set[int], since_ns: int) -> int | None:
         """When a victim gave up: torch's watchdog aborts communicators, NCCL returns ncclTimeout."""
