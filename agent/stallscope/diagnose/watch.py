@@ -150,6 +150,8 @@ class Watch:
     def _consider(self, looker: Looker, verdict: Verdict, now: int) -> None:
         name = self._name(looker, verdict)
         suspect = self._suspects.get(name)
+        if self._have_ended(looker, verdict):
+            return
         if now - verdict.since_ns < self._threshold_ns(looker, verdict):
             return
         if suspect is None:
@@ -160,6 +162,11 @@ class Watch:
         if suspect.incident is None and now - suspect.first_ns >= CONFIRM_NS:
             suspect.incident = Writer(self._state, looker).write(verdict, len(self.incidents) + 1, now)
             self._open(suspect.incident)
+
+    def _have_ended(self, looker: Looker, verdict: Verdict) -> bool:
+        """Whether nobody is left whom the block could concern, as after the end of a job."""
+        ranks = (*verdict.culprits, *verdict.victims)
+        return bool(ranks) and all(looker.process_of(rank).exit is not None for rank in ranks)
 
     def _name(self, looker: Looker, verdict: Verdict) -> Name:
         """The same block has the same name at the next look: by who is at fault, else all undecided are one."""

@@ -25,7 +25,7 @@ from faults import FAULTS, Fault  # noqa: E402
 
 ROOT = FOLDER.parents[2]
 STALLSCOPE = ROOT / ".venv" / "bin" / "stallscope"
-START_S, BEGIN_S, BLOCK_S, END_S = 30.0, 40.0, 10.0, 60.0
+START_S, BEGIN_S, BLOCK_S, END_S = 30.0, 40.0, 8.0, 60.0
 STEPS = {"live": 150, "late": 700}
 LATE_AFTER_S = 3.0
 Json = dict[str, Any]
@@ -154,8 +154,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the reports there")
     args = parser.parse_args()
     print("| fault | attached | right answer | said | s | verdict |\n|---|---|---|---|---|---|", flush=True)
-    for name in args.faults.split(","):
-        for mode in STEPS if args.mode == "all" else (args.mode,):
+    for mode in STEPS if args.mode == "all" else (args.mode,):
+        for name in args.faults.split(","):
             fault = FAULTS[name]
             said = play(name, fault, mode)
             words, judged = verdict(fault, said)
