@@ -59,15 +59,13 @@ class Episodes:
                 return
             half = (late.at_ns - late.since_ns) // 2
             if issuer.waited_ns(late.since_ns, late.at_ns) < half:
-                break
+                return self._take(issuer, late)
             cause = self._cause(issuer, late, half)
             if cause is None:
                 # What it waited for was no collective: a send or receive of one that was itself late, or its own GPU.
-                if self._overlaps(issuer, late, half):
-                    return
-                break
+                return None if self._overlaps(issuer, late, half) else self._take(issuer, late)
             late = cause
-        self._take(issuer, late)
+        return None
 
     def _overlaps(self, issuer: Issuer, late: Late, least_ns: int) -> bool:
         """Whether another rank's absence fills that time."""
