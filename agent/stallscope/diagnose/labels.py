@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stallscope.aggregate.hosts import Host
 from stallscope.aggregate.state import State
 from stallscope.diagnose.incident import Incident
 
@@ -10,6 +11,7 @@ __all__ = ["label_of"]
 FIRST_OPERATIONS = 16
 BUSY_CALLS = 16
 CHECKPOINT_BYTES = 128 << 10  # more than lines of a log
+SAVING = ("fsync", "fdatasync", "msync", "sync_file_range", "syncfs")
 WAITS_FOR_A_HOST = ("NOT_ARRIVED", "STRAGGLER")
 
 
@@ -19,7 +21,7 @@ def label_of(state: State, incident: Incident, now: int) -> str | None:
         return None
     for culprit in incident.culprits:
         looks = state.hosts.during(culprit.place.proc, incident.start_ns, now)
-        if sum(look.writing[1] for look in looks if look.writing) >= CHECKPOINT_BYTES:
+        if sum(look.writing[1] for look in looks if look.writing) >= CHECKPOINT_BYTES or any(map(_is_saving, looks)):
             return "checkpoint"
     if incident.kind == "STRAGGLER":
         return None
@@ -28,6 +30,12 @@ def label_of(state: State, incident: Incident, now: int) -> str | None:
         if len(looks) > 1 and looks[-1].calls - looks[0].calls >= BUSY_CALLS:
             return "eval"
     return "warm_up" if _is_first(incident) else None
+
+
+def _is_saving(look: Host) -> bool:
+    """Whether the main thread waits for a file to be stored."""
+    main = look.tasks[0] if look.tasks else None
+    return main is not None and main.syscall in SAVING and (main.file or "").startswith("/")
 
 
 def _is_first(incident: Incident) -> bool:

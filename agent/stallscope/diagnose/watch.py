@@ -182,7 +182,17 @@ class Watch:
                 p99 = self._completed.slowest_p99_ns(index)
         return min(max(LEAST_NS, TIMES_P99 * (p99 or 0)), MOST_NS)
 
+    def _as_before(self, incident: Incident) -> str | None:
+        """The label of an earlier wait for the same rank in the same communicator: it writes checkpoints there."""
+        procs = [culprit.place.proc for culprit in incident.culprits]
+        return next(
+            (i.label for i in self.incidents if i.label == "checkpoint" and i.kind == incident.kind
+             and i.comm == incident.comm and procs == [culprit.place.proc for culprit in i.culprits]),
+            None,
+        )  # fmt: skip
+
     def _open(self, incident: Incident) -> None:
+        incident.label = incident.label or self._as_before(incident)
         if len(self.incidents) >= MAX_INCIDENTS:
             self.dropped += 1
             return

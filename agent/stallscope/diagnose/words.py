@@ -11,7 +11,8 @@ class Facts(NamedTuple):
     """What a sentence is made of.
 
     who: e.g. "rank 5 (pid 1234)"; where: e.g. "ncclAllReduce #17 on communicator 1f2e3d4c (8 ranks)"; host: where the
-    culprit's host is, e.g. "in read() on pipe:[123]"; waiting: how many ranks wait.
+    culprit's host is, e.g. "in read() on pipe:[123]"; waiting: how many ranks wait there;
+    behind: how many more wait elsewhere because of it; since: time of day.
     """
 
     kind: str
@@ -21,27 +22,29 @@ class Facts(NamedTuple):
     why: str
     host: str | None
     waiting: int
+    behind: int = 0
+    since: str | None = None
 
 
 SAID_BY_CLASS = ("DIED", "NOT_ARRIVED", "LEFT", "ALL_ARRIVED")
 _HEADS = {
-    "DIED": "{who} died; {waiting} wait for it at {where}",
-    "NOT_ARRIVED": "{who} has not come to {where}; {waiting} wait for it",
-    "LEFT": "{who} has left while {waiting} wait for it at {where}",
-    "GPU_STUCK": "the GPU of {who} does not come to {where}; {waiting} wait for it",
+    "DIED": "{who} died; {waiting} for it at {where}{behind}",
+    "NOT_ARRIVED": "{who} has not come to {where}; {waiting} for it{behind}",
+    "LEFT": "{who} has left; {waiting} for it at {where}{behind}",
+    "GPU_STUCK": "the GPU of {who} does not come to {where}; {waiting} for it{behind}",
     "MISMATCH": "{who} calls something else than the others at {where}",
-    "SKIPPED": "{who} left out an operation before {where}; {waiting} are blocked",
-    "EXTRA": "{who} made an operation too many before {where}; {waiting} are blocked",
+    "SKIPPED": "{who} left out an operation before {where}; {all}",
+    "EXTRA": "{who} made an operation too many before {where}; {all}",
     "ORDER_DEADLOCK": "{who} issues operations in another order than its peers: nobody can go on at {where}",
-    "IN_API": "{who} {why}; {waiting} wait for it at {where}",
+    "IN_API": "{who} {why}; {waiting} for it at {where}{behind}",
     "ALL_ARRIVED": "all ranks issued {where}, and it does not complete",
     "STRAGGLER": "{who} is slower than its peers on {where}",
     "SILENT_MISMATCH": "{who} called something else than the others at {where}, and it completed: results may be wrong",
     "CANNOT_DECIDE": "a block whose cause can't be told, at {where}",
 }
 _NEXT = {
-    "DIED": "look for the first error of pid {pid}: its log, dmesg (out of memory), the exit code above",
-    "NOT_ARRIVED": "see where pid {pid} is: the stack and the file above, or py-spy dump --pid {pid}",
+    "DIED": "look for the first error of pid {pid}: its log, dmesg (out of memory), its exit code",
+    "NOT_ARRIVED": "see where pid {pid} is: its stack and file are in the report, or py-spy dump --pid {pid}",
     "LEFT": "compare the number of steps or batches of the ranks: pid {pid} ended its loop before the others",
     "GPU_STUCK": "look at the kernels of pid {pid} before this operation (compute-sanitizer, cuda-gdb, Xid in dmesg)",
     "MISMATCH": "compare the code path of pid {pid} with its peers': other data, another branch or version",
@@ -49,7 +52,7 @@ _NEXT = {
     "EXTRA": "look for a branch that pid {pid} took alone: an additional batch, a retry, a logging reduce",
     "ORDER_DEADLOCK": "make all ranks issue the operations of these communicators in one order, or in one group",
     "IN_API": "native stack of pid {pid} (gdb -p, py-spy dump --native); NCCL's version and its log",
-    "ALL_ARRIVED": "check GPUs (Xid in dmesg, power above), network and NCCL's log; kernels before it may hang as well",
+    "ALL_ARRIVED": "check GPUs (Xid in dmesg, power), network and NCCL's log; kernels before it may hang as well",
     "STRAGGLER": "compare clocks, temperature, other load and input sizes of pid {pid} with its peers",
     "SILENT_MISMATCH": "compare shapes and types of pid {pid} with its peers at this call",
     "CANNOT_DECIDE": "see who is where in the list of calls in flight; attach before the block to see more",
@@ -58,15 +61,26 @@ _NEXT = {
 
 def summary(facts: Facts) -> str:
     """One sentence, e.g. "rank 5 (pid 12) has not come to ncclAllReduce #17 on ...; 7 ranks wait for it: in read()"."""
-    ranks = f"{facts.waiting} rank{'' if facts.waiting == 1 else 's'}"
-    words = {"who": facts.who, "where": facts.where, "waiting": ranks, "why": facts.why}
+    words = {
+        "who": facts.who,
+        "where": facts.where,
+        "why": facts.why,
+        "waiting": _ranks(facts.waiting, "waits", "wait"),
+        "behind": f", {facts.behind} more behind" if facts.behind else "",
+        "all": _ranks(facts.waiting + facts.behind, "is blocked", "are blocked"),
+    }
     head = _HEADS.get(facts.kind, "{who}: {where}").format(**words)
     # A verdict's reason repeats its class, for those who read only that.
     why = "" if "{why}" in _HEADS.get(facts.kind, "") else facts.why
     if facts.kind in SAID_BY_CLASS:
         why = why.partition(": ")[2]
     parts = [part for part in (why, facts.host) if part]
-    return head + (f": {'; '.join(parts)}" if parts else "")
+    since = f"; since {facts.since} UTC" if facts.since else ""
+    return head + (f": {'; '.join(parts)}" if parts else "") + since
+
+
+def _ranks(number: int, one: str, many: str) -> str:
+    return f"1 rank {one}" if number == 1 else f"{number} ranks {many}"
 
 
 def next_step(facts: Facts) -> str:

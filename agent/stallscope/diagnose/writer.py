@@ -22,6 +22,7 @@ __all__ = ["Writer"]
 
 NAMES = {"init": "the creation", "split": "ncclCommSplit", "end": "the end"}
 MAX_NAMED = 4
+NO_BLOCK = ("STRAGGLER", "SILENT_MISMATCH")
 ABORT = "ncclCommAbort"
 
 
@@ -190,6 +191,7 @@ class Writer:
             self._locate(culprit, incident.start_ns, now)
         places = [*(culprit.place for culprit in incident.culprits), *incident.victims]
         incident.gpu = power_sentence(self._state, [place.pid for place in places], incident.start_ns, now)
+        here = [place for place in incident.victims if place.rank is not None or incident.comm is None]
         facts = Facts(
             incident.kind,
             _who([culprit.place for culprit in incident.culprits]),
@@ -197,7 +199,9 @@ class Writer:
             self._where(incident),
             why,
             self._host_words(incident),
-            len(incident.victims),
+            len(here),
+            len(incident.victims) - len(here),
+            _time_of_day(self._state, incident.start_ns) if incident.kind not in NO_BLOCK else None,
         )
         incident.summary, incident.next = summary(facts), next_step(facts)
 
@@ -255,6 +259,15 @@ class Writer:
 
 def _place(process: Process, rank: int | None) -> Place:
     return Place(rank, process.global_rank, process.proc, process.pid)
+
+
+def _time_of_day(state: State, at_ns: int) -> str | None:
+    """In UTC, by the clock of the capture's host."""
+    if state.capture is None:
+        return None
+    unix_s = (state.capture.start_unix_ns + at_ns - state.capture.start_mono_ns) // 1_000_000_000
+    seconds = unix_s % 86_400
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _seq(key: Key | None) -> int | None:

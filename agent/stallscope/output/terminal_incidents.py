@@ -86,7 +86,7 @@ def _facts(row: Row, report: Row) -> Iterator[tuple[str, str]]:
     yield "evidence", f"{row['confidence']} confidence; known is {EVIDENCE.get(row['evidence'], row['evidence'])}"
     for name, number in row["numbers"].items():
         yield "measured", _measured(name, number)
-    yield from _others(row)
+    yield from _others(row, report)
     for witness in report["witnesses"]:
         if witness["incident"] == row["id"]:
             yield f"{clean(witness['source'])} says", clean(witness["says"])
@@ -131,6 +131,9 @@ def _communicator(comm: str, report: Row) -> str:
     name = (
         f"communicator {known['uid']}" if known["uid"] else f"communicator {known['id']}, a child without a unique id"
     )
+    parent = next((c for c in report["communicators"] if c["id"] == known["parent"]), None)
+    if parent is not None:
+        name += f" (child of {parent['uid'] or parent['id']})"
     parts = [name] + ([f"hash {known['comm_hash']}"] if known["comm_hash"] else [])
     parts += [f"{known['nranks']} ranks"] if known["nranks"] is not None else []
     return ", ".join(parts) + ("" if known["identity"] == "verified" else " (identity not verified)")
@@ -152,7 +155,7 @@ def _measured(name: str, number: int) -> str:
     return f"{name.replace('_', ' ')}: {count(number)}"
 
 
-def _others(row: Row) -> Iterator[tuple[str, str]]:
+def _others(row: Row, report: Row) -> Iterator[tuple[str, str]]:
     victims, cascade = row["victims"], row["cascade"]
     if victims:
         ranks = [place["global_rank"] for place in victims]
@@ -160,7 +163,9 @@ def _others(row: Row) -> Iterator[tuple[str, str]]:
         named = f": {_ranges(known)}" if known and len(known) == len(ranks) else ""
         yield "held up", f"{count(len(victims))} rank{'s' * (len(victims) != 1)}{named}"
     if cascade:
-        named = ", ".join(clean(comm) for comm in cascade[:CASCADE]) + (", …" if len(cascade) > CASCADE else "")
+        names = {c["id"]: c["uid"] or c["id"] for c in report["communicators"]}
+        known = ", ".join(clean(names.get(comm, comm)) for comm in cascade[:CASCADE])
+        named = known + (", …" if len(cascade) > CASCADE else "")
         yield "spread to", f"{count(len(cascade))} more communicator{'s' * (len(cascade) != 1)}: {named}"
 
 
@@ -201,7 +206,7 @@ def episodes(report: Row, page: Console) -> None:
     rank = worst["global_rank"] if worst["global_rank"] is not None else worst["rank"]
     who = f"rank {rank}" if rank is not None else f"pid {worst['pid']}"
     title = (
-        f"waits for a late rank: {who} made others wait {_times(worst['count'])}, "
+        f"waits for a late rank that ended: {who} made others wait {_times(worst['count'])}, "
         f"{_about(worst, 'total_ns')} in all, longest {_about(worst, 'max_ns')}"
     )
     columns = ["rank", "pid", "COMMUNICATOR", "times", "total", "p99", "longest", "it began at"]
