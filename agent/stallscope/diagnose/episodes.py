@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stallscope.aggregate.operations import Issuer
+from stallscope.aggregate.issuer import Issuer
 from stallscope.aggregate.state import State
 from stallscope.diagnose.completed import Completed, Late
 from stallscope.diagnose.incident import Episode, Longest, Place

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stallscope.aggregate.communicators import Communicator, Member
+from stallscope.aggregate.issuer import Issuer, Place
 from stallscope.aggregate.numbering import COLLECTIVE, RECV, SEND, SPLIT
-from stallscope.aggregate.operations import USER_REDOP, Issuer, Place
+from stallscope.aggregate.operations import USER_REDOP
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.state import State
 from stallscope.aggregate.waits import ALL_STREAMS

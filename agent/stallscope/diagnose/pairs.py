@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from stallscope.aggregate.issuer import Issuer, Place
 from stallscope.aggregate.numbering import COLLECTIVE, RECV, SEND
-from stallscope.aggregate.operations import Issuer, Place
 from stallscope.aggregate.state import State
 
 __all__ = ["pair_base", "settle_pairs"]

@@ -164,8 +164,8 @@ def _others(row: Row, report: Row) -> Iterator[tuple[str, str]]:
         yield "held up", f"{count(len(victims))} rank{'s' * (len(victims) != 1)}{named}"
     if cascade:
         names = {c["id"]: c["uid"] or c["id"] for c in report["communicators"]}
-        known = ", ".join(clean(names.get(comm, comm)) for comm in cascade[:CASCADE])
-        named = known + (", …" if len(cascade) > CASCADE else "")
+        listed = ", ".join(clean(names.get(comm, comm)) for comm in cascade[:CASCADE])
+        named = listed + (", …" if len(cascade) > CASCADE else "")
         yield "spread to", f"{count(len(cascade))} more communicator{'s' * (len(cascade) != 1)}: {named}"
 
 

@@ -1,0 +1,88 @@
+"""What one process issued, and how far it is in each of its communicators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stallscope.aggregate.numbering import OPERATION
+from stallscope.aggregate.process import Process
+from stallscope.aggregate.ring import Ring
+from stallscope.aggregate.waits import WAIT
+
+__all__ = ["Issuer", "Place"]
+
+WINDOW = 2048
+WAITS = 512
+RECENT_WAITS = 256
+
+
+@dataclass
+class Place:
+    """One rank in one communicator, as its process calls it.
+
+    Attributes:
+        comm: index in `Arrivals`, -1 while the communicator or its size is not known.
+        base: collectives issued before our first, None while not known; how: "exact", "read", "aligned" or "unknown".
+        collectives: issued since; peers: sends and receives by (kind, peer); pair_base: what to add to their
+            numbers after an attach in the middle (diagnose/pairs.py).
+        next_n: number that the next record should bear; missed: records that never came.
+        splits: ncclCommSplit and the like so far.
+        spoiled: records were lost, and nobody knows of which kind.
+    """
+
+    pointer: int
+    key: str | None = None
+    comm: int = -1
+    rank: int = -1
+    base: int | None = None
+    how: str = "unknown"
+    collectives: int = 0
+    peers: dict[tuple[int, int], int] = field(default_factory=dict)
+    pair_base: dict[tuple[int, int], int] = field(default_factory=dict)
+    next_n: int | None = None
+    missed: int = 0
+    splits: int = 0
+    untold: int = 0
+    spoiled: bool = False
+
+    @property
+    def numbered(self) -> bool:
+        """Whether numbers mean the same operation as its peers'."""
+        return self.base is not None and not self.spoiled
+
+
+class Issuer:
+    """What one process issued.
+
+    Attributes:
+        log: OPERATION rows; waits: WAIT rows; entries: NCCL entries that came as records, nested ones too.
+        tids: threads that issued, the newest last.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.log = Ring(OPERATION, WINDOW)
+        self.waits = Ring(WAIT, WAITS)
+        self.places: dict[int, Place] = {}
+        self.old_places: list[Place] = []
+        self.entries = 0
+        self.tids: dict[int, int] = {}
+        self.groups: dict[int, tuple[int, int]] = {}  # tid -> (depth, batch)
+        self.synced: dict[int, int] = {}
+        self.settled = 0
+        self.stale = False  # rows before `settled` have to be told
+        self.timed_out_ns: int | None = None
+        self.promised = 0  # NCCL entries that the counters in the kernel had seen a while ago
+
+    def waited_ns(self, from_ns: int, to_ns: int) -> int:
+        """How long its threads waited for the device in that time, as far as waits were long and have ended."""
+        waits = self.waits.newest(RECENT_WAITS)
+        inside = np.minimum(waits["end_ns"], to_ns) - np.maximum(waits["ts_ns"], from_ns)
+        return int(np.maximum(inside, 0).sum())
+
+    @property
+    def missing(self) -> int:
+        """NCCL entries that were made and never came as records; a lower bound while calls are made."""
+        return max(0, self.promised - self.entries)
