@@ -35,17 +35,6 @@ class _Lane:
         self.begins: list[int] = []
         self.left = self.free_ns = self.proven = 0
 
-    def add(self, index: int, batch: int, has_begun: bool) -> int:
-        """Puts an operation at the end. Returns the number of its unit."""
-        if batch != self.last_batch or batch < 0:
-            self.begins.append(len(self.ops))
-        self.last_batch = batch
-        self.ops.append(index)
-        number = len(self.begins) - 1
-        if has_begun:
-            self.begun = number
-        return number
-
     def unit(self, number: int) -> list[int]:
         """The operations of one unit; none behind the last one."""
         return self.ops[self.begin(number) : self.begin(number + 1)]
@@ -87,10 +76,10 @@ class Replay:
         self._unit_of = [[0] * len(rank.operations) for rank in ranks]
         self._left: dict[Key, int] = {}
         self._ended: set[Key] = set()
-        self._harmless: set[frozenset[Signature]] = set()
         self._used = [{key[0] for key in rank.base} for rank in ranks]
         for index in range(len(ranks)):
             self._lay_out(index, serial)
+        self._harmless = self._seen_to_end() if strict else set()
         self._spread_proofs()
         self._moved = [lane for lanes in self._lanes for lane in lanes]
         while self._moved:
@@ -101,7 +90,7 @@ class Replay:
         lanes: dict[int | str, _Lane] = {}
         proves = [comm.aligned and rank in self.sure[c] for c, comm in enumerate(self.view.comms)]
         fired, unit_of, lane_of = self.fired[rank], self._unit_of[rank], self._lane_of[rank]
-        used, at, ended = self._used[rank], self.at, self._ended
+        used, at = self._used[rank], self.at
         for index, (_, _, key, _, _, stream, _, returned, batch, done, started) in enumerate(
             self.view.ranks[rank].operations
         ):
@@ -121,13 +110,17 @@ class Replay:
                 fired[index] = 1
                 continue
             here[rank] = index
-            if done and not is_api:
-                ended.add(key)
             name: int | str = f"api{index}" if is_api else 0 if serial else stream
             if (lane := lanes.get(name)) is None:
                 lane = lanes[name] = _Lane(rank)
+            if batch != lane.last_batch or batch < 0:
+                lane.begins.append(len(lane.ops))
+                lane.last_batch = batch
+            lane.ops.append(index)
             lane_of[index] = lane
-            unit_of[index] = lane.add(index, batch, bool(done or started))
+            unit_of[index] = number = len(lane.begins) - 1
+            if done or started:
+                lane.begun = number
         self._lanes[rank] = list(lanes.values())
 
     # What is known to be complete.
@@ -155,19 +148,27 @@ class Replay:
 
     def _spread_ends(self) -> None:
         """What has ended on one rank has on all, if they called it alike: who sends less ends first."""
-        ranks = self.view.ranks
-        apart = set()
-        for key in self._ended:
-            here = self.at[key]
-            different = {ranks[rank].operations[index].signature for rank, index in here.items()}
-            if len(different) > 1:
-                apart.add(key)
-                if all(ranks[rank].operations[index].done for rank, index in here.items()):
-                    self._harmless.add(frozenset(different))
-                continue
-            for rank, index in here.items():
-                self.fired[rank][index] = 1
-        self._ended -= apart
+        views = [rank.operations for rank in self.view.ranks]
+        if not any(op.done for ops in views for op in reversed(ops)):
+            return
+        for fired, ops in zip(self.fired, views, strict=True):
+            index = fired.find(0)
+            while index >= 0:
+                key = ops[index].key
+                here = [views[r][i] for r, i in self.at[key].items()]
+                if any(op.done for op in here) and key[1] not in API_KINDS and len({op.signature for op in here}) == 1:
+                    self._ended.add(key)
+                    fired[index] = 1
+                index = fired.find(0, index + 1)
+
+    def _seen_to_end(self) -> set[frozenset[Signature]]:
+        """Signatures that differ and of which all ranks know that the operation ended."""
+        found = set()
+        for here in self.at.values():
+            ops = [self.op(rank, index) for rank, index in here.items()]
+            if all(op.done for op in ops):
+                found.add(frozenset(op.signature for op in ops))
+        return found
 
     def _prove(self, lane: _Lane, units: int) -> None:
         fired = self.fired[lane.rank]
@@ -189,12 +190,15 @@ class Replay:
     # Playing.
 
     def _advance(self, lane: _Lane) -> None:
-        fired = self.fired[lane.rank]
+        fired, begins, ops = self.fired[lane.rank], lane.begins, lane.ops
+        last = len(begins) - 1
         while True:
-            lane.at += 1
-            if lane.at >= len(lane.begins):
+            lane.at = at = lane.at + 1
+            if at > last:
                 return
-            waiting = [index for index in lane.unit(lane.at) if not fired[index]]
+            begin = begins[at]
+            end = begins[at + 1] if at < last else len(ops)
+            waiting = [index for index in ops[begin:end] if not fired[index]]
             if waiting:
                 break
         lane.left = len(waiting)
@@ -213,25 +217,22 @@ class Replay:
 
     def _fire(self, key: Key) -> None:
         """All have come: it ends, unless its calls do not fit together."""
-        here = self.at[key]
-        ranks, fired, now_ns = self.view.ranks, self.fired, 0
-        different = {ranks[rank].operations[index].signature for rank, index in here.items()}
+        here, ranks, fired = self.at[key].items(), self.view.ranks, self.fired
+        different = {ranks[rank].operations[index].signature for rank, index in here}
         if len(different) > 1:
             if self.stands(different):
                 return
             if differs(different):
                 self.tolerated.append(key)
-        open_ = [(rank, index) for rank, index in here.items() if not fired[rank][index]]
-        for rank, index in open_:
-            fired[rank][index] = 1
-            ready_ns = self.ready_ns[rank][index]
-            now_ns = ready_ns if ready_ns > now_ns else now_ns
-        for rank, index in open_:
-            lane = self._lane_of[rank][index]
-            lane.free_ns = now_ns
-            lane.left -= 1
-            if lane.left == 0:
-                self._moved.append(lane)
+        now_ns = max([self.ready_ns[rank][index] for rank, index in here])
+        for rank, index in here:
+            if not fired[rank][index]:
+                fired[rank][index] = 1
+                lane = self._lane_of[rank][index]
+                lane.free_ns = now_ns
+                lane.left -= 1
+                if lane.left == 0:
+                    self._moved.append(lane)
 
     def _missing(self, key: Key) -> int:
         here, count = self.at[key], self.unknown(key)

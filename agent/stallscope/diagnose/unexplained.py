@@ -22,6 +22,8 @@ def _standing(replay: Replay) -> dict[int, list[int]]:
 
 def stuck_gpu(replay: Replay) -> list[Verdict]:
     """Where it is known what began on the GPU: the ranks on which an operation did not begin that all others began."""
+    if all(op.started is None for rank in replay.view.ranks for op in reversed(rank.operations)):
+        return _last_one(replay)
     standing = _standing(replay)
     keys = dict.fromkeys(replay.op(rank, index).key for rank, places in standing.items() for index in places)
     found: dict[int, Verdict] = {}
@@ -183,21 +185,21 @@ def _begun(replay: Replay, standing: dict[int, list[int]]) -> list[Key]:
     found: dict[Key, None] = {}
     for rank, places in standing.items():
         for index in places:
-            key = replay.op(rank, index).key
-            ops = [replay.op(r, i) for r, i in replay.at[key].items()]
-            if all(op.started for op in ops):
-                found[key] = None
+            op = replay.op(rank, index)
+            if op.started and all(replay.op(r, i).started for r, i in replay.at[op.key].items()):
+                found[op.key] = None
     return sorted(found, key=lambda key: min(replay.op(r, i).enter_ns for r, i in replay.at[key].items()))
 
 
 def _common(replay: Replay, stuck: list[int], standing: dict[int, list[int]]) -> Key | None:
     """Of the smallest communicator that contains the waiting ranks, and of whose members nobody goes on."""
     found: dict[int, Key] = {}
+    inside = {comm for comm, members in enumerate(replay.sure) if set(members) <= set(stuck)}
     for rank, places in standing.items():
         for index in places:
             key = replay.op(rank, index).key
             comm = int(key[0])
-            if set(replay.sure[comm]) <= set(stuck) and (comm not in found or _earlier(key, found[comm])):
+            if comm in inside and (comm not in found or _earlier(key, found[comm])):
                 found[comm] = key
     best = min(found, key=lambda c: (-len(replay.sure[c]), c), default=None)
     return None if best is None else found[best]
