@@ -20,14 +20,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 SLEEP_S, LONG_S = 12, 40
+PACED = 10
 STEP_S = 0.02  # of data that is prepared
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("says")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--fault", choices=("none", "sleep", "sleep-long", "raise", "short", "skip"), default="none")
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--seconds", type=float, default=0)
+    parser.add_argument("--fault", choices=("none", "sleep", "sleep-long", "raise", "short"), default="none")
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--at", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=60)
@@ -66,9 +68,8 @@ class Training:
         loss.backward()
         self.optimizer.step()
         loss = loss.detach()
-        if fault != "skip":
-            dist.all_reduce(loss, group=self.pair)
-            self.losses += 1
+        dist.all_reduce(loss, group=self.pair)
+        self.losses += 1
         loss.item()
         self.steps += 1
 
@@ -85,10 +86,24 @@ class Training:
         }
 
 
+def pace(training: Training, seconds: float) -> int:
+    """How many steps take so long: all ranks must make the same number, so the first one says it."""
+    start = time.monotonic()
+    for _ in range(PACED):
+        training.step("none")
+    steps = max(1, round(seconds / (time.monotonic() - start) * PACED))
+    store = dist.distributed_c10d._get_default_store()
+    if RANK == 0:
+        store.set("steps", str(steps))
+    return int(store.get("steps"))
+
+
 def main() -> None:
     wish = arguments()
     join(wish.timeout)
     training = Training()
+    if wish.seconds:
+        wish.steps = pace(training, wish.seconds)
     for step in range(wish.steps):
         mine = wish.fault if (RANK, step) == (wish.rank, wish.at) else "none"
         if mine == "short":
