@@ -109,6 +109,27 @@ def test_how_far_a_file_is_written(tmp_path: Path) -> None:
         assert files.advance(os.getpid(), os.getpid()) is None
 
 
+def test_what_is_said_is_no_file_that_is_written(tmp_path: Path) -> None:
+    """A traceback or a watchdog's last words in a job's log."""
+    script = (
+        "import sys\nfor _ in range(2): sys.stdin.readline(); sys.stderr.write('x' * 9000); print('done', flush=True)"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        program = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    files = WrittenFiles()
+    assert program.stdin and program.stdout
+    for _ in range(2):
+        program.stdin.write("go\n")
+        program.stdin.flush()
+        assert program.stdout.readline() == "done\n"
+        assert files.advance(program.pid, program.pid) is None
+    program.stdin.close()
+    assert program.wait(60) == 0
+    assert (tmp_path / "log").stat().st_size == 18000
+
+
 def test_only_numbers_of_an_environment() -> None:
     """The target chooses its environment."""
     words = {

@@ -196,3 +196,15 @@ def test_lagging_counts_from_when_it_was_first_seen_where_it_stands() -> None:
     (lag,) = arrivals.lagging(START + 1001)
     assert (lag.number, lag.missing, lag.since_ns) == (1, [2], START + 1001)
     assert arrivals.lagging(START + 1001, older_than_ns=1) == []
+
+
+@pytest.mark.parametrize(("parent", "env"), [(None, {}), (1, {"RANK": "0"})], ids=["launcher", "loader"])
+def test_who_only_loaded_nccl_is_no_rank(parent: int | None, env: dict[str, str]) -> None:
+    """torchrun maps NCCL as its ranks do, and so do the workers that a rank forks."""
+    job = Job()
+    job.process(3, pid=4003, parent=parent, env=env)
+    job.link("NCCL", 3)
+    for proc in (1, 2):
+        job.reduce(proc)
+    state = job.state()
+    assert [rank.proc for rank in Looker(state, state.now_ns).view.ranks] == [1, 2]

@@ -107,6 +107,29 @@ def test_who_died_is_told_so() -> None:
     assert told(incident) == ("DIED", [1], "running")
 
 
+@pytest.mark.parametrize(("code", "signal", "kind"), [(1, None, "DIED"), (None, 11, "DIED"), (None, 9, "NOT_ARRIVED")])
+def test_who_ends_by_itself_after_it_was_told_has_died(code: int | None, signal: int | None, kind: str) -> None:
+    """An interpreter that tidies up after an exception; a rank that hung and was killed has not died of itself."""
+    job = Blocked()
+    job.wait()
+    job.run(4)
+    job.add(Kind.EXIT, proc=2, at_ns=job.clock, code=code, signal=signal)
+    (incident,) = job.run(2)
+    assert told(incident) == (kind, [1], "running")
+
+
+@pytest.mark.parametrize(("signal", "outcome"), [(6, "timed_out"), (15, "aborted")])
+def test_the_end_of_all_that_wait_is_the_end_of_it_also_at_the_end_of_the_stream(signal: int, outcome: str) -> None:
+    job = Blocked()
+    job.wait()
+    job.run(4)
+    job.add(Kind.EXIT, proc=1, at_ns=job.clock, code=None, signal=signal)
+    (incident,) = job.run(0.25, waits=False)
+    assert incident.outcome == "running"
+    job.follower.finish(None)
+    assert (incident.outcome, incident.end_ns) == (outcome, job.clock - TICK_NS)
+
+
 def test_a_job_that_gives_up_has_timed_out() -> None:
     job = Blocked()
     job.wait()
