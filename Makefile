@@ -91,7 +91,7 @@ $(TORCH_VENV)/installed.stamp: tests/torch/requirements.txt
 	$(Q){ $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r tests/torch/requirements.txt; } $(QUIET)
 	@touch $@
 
-test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 4 minutes)
+test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 10 minutes)
 	$(Q)$(PY) -m pytest tests/torch --durations=5
 
 test-culprit: build ## every fault, hosts in step and ahead, three seeds, attached early and late; a healthy job (1.5 hours)
