@@ -158,7 +158,12 @@ def test_who_writes_a_file_meanwhile_writes_a_checkpoint(grown: int, label: str 
     job.host(2, writing=["/data/step-7.pt", grown])
     (incident,) = job.run(3)
     assert incident.label == label
-    assert incident.culprits[0].waiting_in == {"syscall": "read", "file": "pipe:[77]", "wchan": "pipe_read"}
+    assert incident.culprits[0].waiting_in == {
+        "syscall": "read",
+        "file": "pipe:[77]",
+        "wchan": "pipe_read",
+        "state": "S",
+    }
     assert "read() on pipe:[77]" in incident.summary
 
 

@@ -86,9 +86,10 @@ class Hosts:
         """Looks at a process in that time, oldest first."""
         return [host for host in self.looks.get(proc, []) if from_ns <= host.at_ns <= to_ns]
 
-    def stack_during(self, proc: int, from_ns: int, to_ns: int) -> Stack | None:
-        """The newest stack of a process that was taken in that time and is one."""
+    def stack_during(self, proc: int, from_ns: int, to_ns: int, tid: int | None = None) -> Stack | None:
+        """The newest stack that was taken in that time and is one: of this thread, else of any of the process."""
         found = [s for s in self.stacks.get(proc, []) if from_ns <= s.at_ns <= to_ns and s.frames]
+        found = [s for s in found if s.tid == tid] or found
         return found[-1] if found else None
 
 

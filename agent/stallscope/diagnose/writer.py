@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from stallscope.aggregate.hosts import Host
+from stallscope.aggregate.hosts import Host, Task
 from stallscope.aggregate.process import Exit, Process
 from stallscope.aggregate.state import State
 from stallscope.diagnose.completed import Odd
@@ -23,6 +23,7 @@ __all__ = ["Writer"]
 NAMES = {"init": "the creation", "split": "ncclCommSplit", "end": "the end"}
 MAX_NAMED = 4
 NO_BLOCK = ("STRAGGLER", "SILENT_MISMATCH")
+STOPPED = ("T", "t")  # states in /proc/PID/stat: by a signal, by a debugger
 ABORT = "ncclCommAbort"
 
 
@@ -191,7 +192,7 @@ class Writer:
             self._locate(culprit, incident.start_ns, now)
         places = [*(culprit.place for culprit in incident.culprits), *incident.victims]
         incident.gpu = power_sentence(self._state, [place.pid for place in places], incident.start_ns, now)
-        here = [place for place in incident.victims if place.rank is not None or incident.comm is None]
+        there = sum(victim.rank is not None for victim in incident.victims) or len(incident.victims)
         facts = Facts(
             incident.kind,
             _who([culprit.place for culprit in incident.culprits]),
@@ -199,24 +200,28 @@ class Writer:
             self._where(incident),
             why,
             self._host_words(incident),
-            len(here),
-            len(incident.victims) - len(here),
+            there,
+            len(incident.victims) - there,
             _time_of_day(self._state, incident.start_ns) if incident.kind not in NO_BLOCK else None,
         )
         incident.summary, incident.next = summary(facts), next_step(facts)
 
     def _locate(self, culprit: Culprit, start_ns: int, now: int) -> None:
         proc = culprit.place.proc
-        stack = self._state.hosts.stack_during(proc, start_ns, now)
-        culprit.stack = stack.frames if stack else culprit.stack
         looks = self._state.hosts.during(proc, start_ns, now)
+        issuer = self._state.operations.issuers.get(proc)
+        task = _likeliest(looks[-1], set(issuer.tids) if issuer else set()) if looks else None
+        stack = self._state.hosts.stack_during(proc, start_ns, now, task.tid if task else None)
+        culprit.stack = stack.frames if stack else culprit.stack
         if looks:
-            culprit.waiting_in = _waiting_in(looks[-1])
+            culprit.waiting_in = _waiting_in(task)
 
     def _host_words(self, incident: Incident) -> str | None:
         words = incident.culprits[0].waiting_in if incident.culprits else None
         if not words:
             return None
+        if words.get("state") in STOPPED:
+            return "it is stopped by a signal (SIGSTOP) or a debugger"
         on = f" on {words['file']}" if words["file"] else ""
         if words["syscall"]:
             return f"it is in {words['syscall']}(){on}"
@@ -282,9 +287,15 @@ def _who(places: list[Place]) -> str:
     return " and ".join(names) + (f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else "")
 
 
-def _waiting_in(host: Host) -> dict[str, str | None]:
-    """Of the thread that is likeliest to hold the rank up: the main one, which comes first."""
-    task = host.tasks[0] if host.tasks else None
+def _likeliest(host: Host, issuing: set[int]) -> Task | None:
+    """The thread that is likeliest to hold the rank up: the main one, unless it only waits for one that calls NCCL."""
+    main = next(iter(host.tasks), None)
+    if main is None or main.tid in issuing or main.syscall != "futex":
+        return main
+    return next((task for task in host.tasks if task.tid in issuing), main)
+
+
+def _waiting_in(task: Task | None) -> dict[str, str | None]:
     if task is None:
-        return {"syscall": None, "file": None, "wchan": None}
-    return {"syscall": task.syscall, "file": task.file, "wchan": task.wchan}
+        return {"syscall": None, "file": None, "wchan": None, "state": None}
+    return {"syscall": task.syscall, "file": task.file, "wchan": task.wchan, "state": task.state}
