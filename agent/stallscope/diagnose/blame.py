@@ -168,10 +168,10 @@ class Blame:
         guesses = dict((first, *found.rivals))
         if MOVED in guesses:
             distance = guesses.pop(MOVED)
-            is_seen = found.at + distance <= len(self.calls(rank)[0])
+            is_seen = found.at + distance < len(self.calls(rank)[0])
             others = {kind for kind, calls in guesses.items() if calls == 1}
-            if EXTRA in others and not self._is_repeat(rank, found):
-                others.remove(EXTRA)
+            if not self._is_repeat(rank, found):
+                others.discard(EXTRA)
             if not others or not any(surplus.values()):
                 return MOVED, distance, is_seen
             guesses = dict.fromkeys(others, 1)
