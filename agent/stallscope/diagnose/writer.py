@@ -246,10 +246,13 @@ class Writer:
         return NAMES.get(str(key[1]))
 
     def _number(self, verdict: Verdict) -> int | None:
-        """Where all have come, the first that may stand is known only if something is known to be done before it."""
-        ranks = self._looker.view.ranks
-        known = any(operation.done for rank in verdict.victims for operation in ranks[rank].operations)
-        return _seq(verdict.key) if known or verdict.kind != "ALL_ARRIVED" else None
+        """Where all have come, the one that stands is known only if it is the only one that may not be done."""
+        number = _seq(verdict.key)
+        if verdict.kind != "ALL_ARRIVED" or verdict.key is None:
+            return number
+        ranks, prefix = self._looker.view.ranks, verdict.key[:-1]
+        undone = {o.key for r in verdict.victims for o in ranks[r].operations if o.key[:-1] == prefix and not o.done}
+        return number if undone == {verdict.key} else None
 
     def _place(self, rank: int, comm: int | None) -> Place:
         process = self._looker.process_of(rank)
