@@ -16,10 +16,10 @@ __all__ = ["Straggler", "stragglers"]
 
 WINDOWS = (48, 96, 256)
 ENOUGH = 20
-LEAST_OWN_NS = 500_000
+LEAST_OWN_NS = 800_000
 SIGMAS = 5.5  # by chance once in fifty million windows
 LEAST_TIME_SHARE = 0.75
-LEAST_COST = 0.06  # of the time
+LEAST_COST = 0.08  # of the time
 POWER_WINDOW_NS = 10_000_000_000
 POWER_MARGIN = 1.1
 LEAST_SAMPLES = 2
