@@ -72,6 +72,16 @@ def test_a_step_learnt_only_after_the_departure() -> None:
     assert [(found.kind, found.at) for found in breaks(text, begun, 17, same_lane)] == [("SKIPPED", 10)]
 
 
+@pytest.mark.parametrize(
+    ("tail", "rivals"),
+    [("waaa", (("MOVED", 7),)), ("rdaaa", (("MOVED", 6),)), ("rdaaaar", ()), ("eeaaa", ()), ("aaaaardwaaaa", ())],
+)
+def test_calls_before_their_time_while_the_rest_of_the_step_is_not_seen(tail: str, rivals: tuple[object, ...]) -> None:
+    """They look like calls too many, until those that are due come as well."""
+    found = first_break(tail, STEP * 2, same_lane)
+    assert found is not None and (found.kind, found.rivals) == ("EXTRA", rivals)
+
+
 def test_one_sequence_that_begins_the_other_is_no_departure() -> None:
     assert first_break("abc", "abcd", same_lane) is None
     assert first_break("", "abcd", same_lane) is None

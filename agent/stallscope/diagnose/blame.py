@@ -169,12 +169,11 @@ class Blame:
         if MOVED in guesses:
             distance = guesses.pop(MOVED)
             is_seen = found.at + distance < len(self.calls(rank)[0])
-            others = {kind for kind, calls in guesses.items() if calls == 1}
-            if not self._is_repeat(rank, found):
-                others.discard(EXTRA)
-            if not others or not any(surplus.values()):
+            guesses = {kind: calls for kind, calls in guesses.items() if calls == 1 or kind == EXTRA}
+            if not self._is_repeat(rank, found, guesses.get(EXTRA, 0)):
+                guesses.pop(EXTRA, None)
+            if not guesses or not any(surplus.values()):
                 return MOVED, distance, is_seen
-            guesses = dict.fromkeys(others, 1)
         is_missing, is_too_many = surplus.get(found.expected.prefix, 0) < 0, surplus.get(found.got.prefix, 0) > 0
         if SKIPPED in guesses and (is_missing or EXTRA not in guesses):
             return SKIPPED, guesses[SKIPPED], is_missing and is_seen
@@ -183,16 +182,16 @@ class Blame:
         kind = next(iter(guesses))
         return kind, guesses[kind], False
 
-    def _is_repeat(self, rank: int, found: Break) -> bool:
-        """Whether a call was made once more, rather than before its time: right after the same one. Not where the rank
-        has waited in between, as long as it usually does there: then it begins what comes next."""
+    def _is_repeat(self, rank: int, found: Break, count: int) -> bool:
+        """Whether calls were made once more, rather than before their time: right after the same ones. Not where the
+        rank has waited in between, as long as it usually does there: then they begin what comes next."""
         (calls, places), at = self.calls(rank), found.at
-        if at == 0 or calls[at - 1] != found.got:
+        if count > at or calls[at - count : at] != calls[at : at + count]:
             return False
         ops = self._replay.view.ranks[rank].operations
         times = [ops[index].enter_ns for index in places]
         pauses = [after - before for before, after in pairwise(times[:at])]
-        usual = [p for n, p in enumerate(pauses) if (calls[n], calls[n + 1]) == (found.got, found.expected)]
+        usual = [p for n, p in enumerate(pauses) if (calls[n], calls[n + 1]) == (calls[at - 1], found.expected)]
         if not usual or not ops[places[at - 1]].done:
             return True
         pause_ns = median_low(usual)

@@ -236,11 +236,11 @@ def _guesses(got: Sequence[Token], expected: Sequence[Token], same_lane: SameLan
         guess(1.2, SKIPPED, 1, 0, 1)
     if moved := _reordered(got, expected):
         guess(1.1, MOVED, moved, moved, moved)
-    elif any(other.kind == EXTRA and other.distance == 1 and other.is_whole and other.run for other in found):
-        # Made before its time; where it is due otherwise, the sequence has not come to yet.
-        due = next((n for n, call in enumerate(expected) if call == got[0]), 0)
-        if due >= len(got):
-            found.append(_Guess(1.1, MOVED, due + 1, len(got) - 1, True, len(got), len(got)))
+    elif early := next((one for one in found if one.kind == EXTRA and one.is_whole and one.run), None):
+        # Made before their time; where they are due otherwise, the sequence has not come to yet.
+        due = [next((n for n, call in enumerate(expected) if call == one), 0) for one in got[: early.distance]]
+        if min(due) > early.run and early.distance <= FEW:
+            found.append(_Guess(early.distance + 0.1, MOVED, max(due) + 1, early.run, True, len(got), len(got)))
     return found
 
 
