@@ -1,6 +1,6 @@
-"""``python -m tests.culprit.unseen [--faults a,b] [--mode live|late|all]``: faults that the diagnosis was not written for.
+"""``python -m tests.culprit.unseen [--faults a,b] [--mode live|late|mid|all]``: faults that the diagnosis was not written for.
 
-live: attached from the first call; late: some hundred steps in, before the block. Prints what is right and what was
+live: attached from the first call; late: after some hundred steps, before the block; mid: 5 s into the block. Prints what is right and what was
 said, misses included; nothing is asserted.
 """
 
@@ -26,24 +26,24 @@ from faults import FAULTS, Fault  # noqa: E402
 ROOT = FOLDER.parents[2]
 STALLSCOPE = ROOT / ".venv" / "bin" / "stallscope"
 START_S, BEGIN_S, BLOCK_S, END_S = 30.0, 40.0, 8.0, 60.0
-STEPS = {"live": 150, "late": 700}
-LATE_AFTER_S = 3.0
+MODES = ("live", "late", "mid")
+TRAINED_S, IN_BLOCK_S = 3.0, 5.0
 Json = dict[str, Any]
 
 
 class Said(NamedTuple):
-    """The report, what came on stderr with the instants (Unix ns), and when each rank at fault began."""
+    """The report, what came on stderr with the instants (Unix ns), and from when on the answer was due."""
 
     report: Json
     lines: list[tuple[int, str]]
-    begun: dict[int, int]
+    due_ns: int
 
 
 class Job:
     """The launcher's process is this one's child, so that it can be attached to before it has ranks."""
 
-    def __init__(self, name: str, fault: Fault, folder: Path, step: int) -> None:
-        words = [sys.executable, str(FOLDER / "launch.py"), name, str(fault.processes), str(folder), str(step)]
+    def __init__(self, name: str, fault: Fault, folder: Path) -> None:
+        words = [sys.executable, str(FOLDER / "launch.py"), name, str(fault.processes), str(folder)]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True)
         self.folder = folder
 
@@ -51,6 +51,9 @@ class Job:
         assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
         self.process.stdin.close()
+
+    def go_wrong(self) -> None:
+        (self.folder / "wrong").touch()
 
     def end(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -82,7 +85,11 @@ class Tracer:
         self.out = self.process.stdout.read()
 
     def attached(self) -> bool:
-        return any(line.startswith("attached to PID") for _, line in list(self.lines))
+        return self.attached_ns() > 0
+
+    def attached_ns(self) -> int:
+        """0 until it is."""
+        return next((at for at, line in list(self.lines) if line.startswith("attached to PID")), 0)
 
     def end(self) -> Json:
         self.process.send_signal(signal.SIGINT)
@@ -104,34 +111,42 @@ def _until(ready: Any, seconds: float) -> bool:
 
 def play(name: str, fault: Fault, mode: str) -> Said:
     with tempfile.TemporaryDirectory(prefix="stallscope-unseen-") as text:
-        job = Job(name, fault, Path(text), STEPS[mode])
+        job = Job(name, fault, Path(text))
         try:
-            if mode == "late":
+            if mode != "live":
                 job.go()
-                time.sleep(LATE_AFTER_S)
+                time.sleep(TRAINED_S)
+            if mode == "mid":
+                job.go_wrong()
+                _until(lambda: len(job.begun()) >= max(1, len(fault.culprits)), BEGIN_S)
+                time.sleep(IN_BLOCK_S)
             tracer = Tracer(job.process.pid)
             try:
                 _until(tracer.attached, START_S)
                 if mode == "live":
                     job.go()
-                _until(lambda: len(job.begun()) >= max(1, len(fault.culprits)), BEGIN_S)
+                if mode != "mid":
+                    time.sleep(TRAINED_S)
+                    job.go_wrong()
+                    _until(lambda: len(job.begun()) >= max(1, len(fault.culprits)), BEGIN_S)
                 time.sleep(BLOCK_S)
             finally:
                 report = tracer.end()
-            return Said(report, tracer.lines, job.begun())
+            return Said(report, tracer.lines, tracer.attached_ns() if mode == "mid" else min(job.begun().values()))
         finally:
             job.end()
 
 
 def _rank_of(culprit: Json) -> Any:
-    return culprit["rank"] if culprit["rank"] is not None else f"pid {culprit['pid']}"
+    """In the communicator, else, where that is not known, in the job: these programs have them equal."""
+    return culprit["global_rank"] if culprit["rank"] is None else culprit["rank"]
 
 
 def verdict(fault: Fault, said: Said) -> tuple[str, str]:
-    """What was said, and whether that is right. A rank is that in its communicator: here always the program's own."""
+    """What was said, and whether that is right."""
     incidents = said.report.get("incidents", [])
     words = ["{} {}".format(i["class"], "+".join(str(_rank_of(c)) for c in i["culprits"]) or "-") for i in incidents]
-    named = {c["rank"] for i in incidents for c in i["culprits"]}
+    named = {_rank_of(c) for i in incidents for c in i["culprits"]}
     if not fault.kinds:
         return "; ".join(words) or "nothing", "right" if not incidents else "WRONG"
     if not incidents:
@@ -142,19 +157,20 @@ def verdict(fault: Fault, said: Said) -> tuple[str, str]:
 
 
 def _seconds(said: Said) -> str:
-    """From the block to the first line that tells it."""
+    """From the block, or the attach in it, to the first line that tells it."""
     told = [at for at, line in said.lines if line.startswith("incident ")]
-    return f"{(told[0] - min(said.begun.values())) / 1e9:.1f}" if told and said.begun else ""
+    return f"{(told[0] - said.due_ns) / 1e9:.1f}" if told else ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.culprit.unseen")
     parser.add_argument("--faults", default=",".join(FAULTS), help="default: all")
-    parser.add_argument("--mode", choices=(*STEPS, "all"), default="all")
+    parser.add_argument("--mode", choices=(*MODES, "all"), default="all")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the reports there")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that jobs and tracers end, too
     print("| fault | attached | right answer | said | s | verdict |\n|---|---|---|---|---|---|", flush=True)
-    for mode in STEPS if args.mode == "all" else (args.mode,):
+    for mode in MODES if args.mode == "all" else (args.mode,):
         for name in args.faults.split(","):
             fault = FAULTS[name]
             said = play(name, fault, mode)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import sys
 import threading
@@ -46,8 +47,8 @@ def fault(
 def _reduce_until(rank: Rank, *culprits: int) -> None:
     """All-reduces in step; returns in the culprits when it is time to go wrong."""
     comm, stream = rank.communicator("world"), rank.stream()
-    for step in rank.steps():
-        if rank.is_fault(step, *culprits):
+    for _ in rank.steps():
+        if rank.is_fault(*culprits):
             return
         rank.all_reduce(comm, stream)
         rank.wait(stream)
@@ -114,8 +115,8 @@ def own_kernel(rank: Rank) -> None:
 @fault(("LEFT", "NOT_ARRIVED"), (0,), "destroys its communicator early and goes on without it")
 def destroys_early(rank: Rank) -> None:
     comm, stream = rank.communicator("world"), rank.stream()
-    for step in rank.steps():
-        if rank.is_fault(step, 0):
+    for _ in rank.steps():
+        if rank.is_fault(0):
             rank.call("ncclCommDestroy", comm)
             time.sleep(FOREVER_S)
         rank.all_reduce(comm, stream)
@@ -125,8 +126,8 @@ def destroys_early(rank: Rank) -> None:
 @fault(("MISMATCH",), (1,), "broadcasts with another root")
 def other_root(rank: Rank) -> None:
     comm, stream = rank.communicator("world"), rank.stream()
-    for step in rank.steps():
-        rank.broadcast(3 if rank.is_fault(step, 1) else 0, comm, stream)
+    for _ in rank.steps():
+        rank.broadcast(3 if rank.is_fault(1) else 0, comm, stream)
         rank.wait(stream)
 
 
@@ -142,8 +143,8 @@ def _all_to_all(rank: Rank, comm: ctypes.c_void_p, stream: ctypes.c_void_p, leav
 @fault(("NOT_ARRIVED",), (2,), "does not come to an expert-parallel all-to-all of grouped sends and receives")
 def all_to_all_late(rank: Rank) -> None:
     comm, stream = rank.communicator("experts"), rank.stream()
-    for step in rank.steps():
-        if rank.is_fault(step, 2):
+    for _ in rank.steps():
+        if rank.is_fault(2):
             time.sleep(FOREVER_S)
         _all_to_all(rank, comm, stream)
         rank.wait(stream)
@@ -152,16 +153,17 @@ def all_to_all_late(rank: Rank) -> None:
 @fault(("SKIPPED", "NOT_ARRIVED", "MISMATCH"), (2,), "leaves out one send to rank 0 in an all-to-all")
 def all_to_all_send_missing(rank: Rank) -> None:
     comm, stream = rank.communicator("experts"), rank.stream()
-    for step in rank.steps():
-        _all_to_all(rank, comm, stream, leave_out=0 if rank.is_fault(step, 2) else None)
+    for _ in rank.steps():
+        _all_to_all(rank, comm, stream, leave_out=0 if rank.is_fault(2) else None)
+        rank.all_reduce(comm, stream)  # without it, the send of the next step would take the place of the missing one
         rank.wait(stream)
 
 
 @fault(("MISMATCH", "SKIPPED", "EXTRA", "NOT_ARRIVED", "ORDER_DEADLOCK"), (1,), "sends around the ring to a wrong peer")
 def wrong_peer(rank: Rank) -> None:
     comm, stream = rank.communicator("ring"), rank.stream()
-    for step in rank.steps():
-        ahead = 2 if rank.is_fault(step, 1) else 1
+    for _ in rank.steps():
+        ahead = 2 if rank.is_fault(1) else 1
         rank.call("ncclGroupStart")
         rank.send((rank.number + ahead) % rank.ranks, comm, stream)
         rank.receive((rank.number - 1) % rank.ranks, comm, stream)
@@ -176,8 +178,8 @@ def two_streams(rank: Rank) -> None:
     def work(comm: ctypes.c_void_p, goes_wrong: bool) -> None:
         rank.call("cudaSetDevice", rank.number)
         stream = rank.stream()
-        for step in rank.steps():
-            if goes_wrong and rank.is_fault(step, 3):
+        for _ in rank.steps():
+            if goes_wrong and rank.is_fault(3):
                 time.sleep(FOREVER_S)
             rank.all_reduce(comm, stream)
             rank.wait(stream)
@@ -192,8 +194,8 @@ def two_streams(rank: Rank) -> None:
 @fault(("ORDER_DEADLOCK",), (2,), "two communicators on one stream; one rank takes them in the other order")
 def other_order(rank: Rank) -> None:
     comms, stream = [rank.communicator("one"), rank.communicator("other")], rank.stream()
-    for step in rank.steps():
-        for comm in reversed(comms) if rank.is_fault(step, 2) else comms:
+    for _ in rank.steps():
+        for comm in reversed(comms) if rank.is_fault(2) else comms:
             rank.all_reduce(comm, stream)
         rank.wait(stream)
 
@@ -206,8 +208,8 @@ def two_devices(rank: Rank) -> None:
     def work(number: int) -> None:
         rank.call("cudaSetDevice", number)
         stream, comm = rank.stream(), ctypes.c_void_p(comms[number])
-        for step in rank.steps():
-            if number == 1 and rank.is_fault(step, 0):
+        for _ in rank.steps():
+            if number == 1 and rank.is_fault(0):
                 time.sleep(FOREVER_S)
             rank.all_reduce(comm, stream)
             rank.wait(stream)
@@ -222,10 +224,10 @@ def two_devices(rank: Rank) -> None:
 @fault(("NOT_ARRIVED", "IN_API"), (0,), "stuck inside an open group: GroupStart and its calls, but no GroupEnd")
 def open_group(rank: Rank) -> None:
     comm, stream = rank.communicator("world"), rank.stream()
-    for step in rank.steps():
+    for _ in rank.steps():
         rank.call("ncclGroupStart")
         rank.all_reduce(comm, stream)
-        if rank.is_fault(step, 0):
+        if rank.is_fault(0):
             time.sleep(FOREVER_S)
         rank.call("ncclGroupEnd")
         rank.wait(stream)
@@ -241,32 +243,31 @@ def crossed(rank: Rank) -> None:
     def gather() -> None:
         rank.call("ncclAllGather", rank.buffer, rank.buffer, count, FLOAT, comm, stream)
 
-    for step in rank.steps():
+    for _ in rank.steps():
         calls = [lambda: rank.all_reduce(comm, stream), gather]
-        for call in reversed(calls) if rank.is_fault(step, 3) else calls:
+        for call in reversed(calls) if rank.is_fault(3) else calls:
             call()
         rank.wait(stream)
 
 
-@fault((), (), "healthy: uneven ranks, and 6 s in which all of them compute and nobody calls")
+@fault((), (), "healthy: jitter, and 6 s in which all of them compute and nobody calls")
 def all_compute(rank: Rank) -> None:
     comm, stream = rank.communicator("world"), rank.stream()
     for step in rank.steps():
-        if step == rank.fault_step:
-            rank.begin()
+        if rank.all_at(step):
             time.sleep(6)
-        time.sleep(0.001 * rank.number)
+        time.sleep(random.uniform(0, 0.003))
         rank.all_reduce(comm, stream)
         rank.wait(stream)
 
 
 def main() -> int:
-    """``faults.py NAME RANK FOLDER STEP``: one rank."""
+    """``faults.py NAME RANK FOLDER``: one rank."""
     from pathlib import Path
 
-    name, number, folder, step = sys.argv[1:]
+    name, number, folder = sys.argv[1:]
     chosen = FAULTS[name]
-    chosen.run(Rank(int(number), chosen.processes, Path(folder), int(step)))
+    chosen.run(Rank(int(number), chosen.processes, Path(folder)))
     return 0
 
 

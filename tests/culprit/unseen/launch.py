@@ -1,4 +1,4 @@
-"""``launch.py NAME RANKS FOLDER STEP``: waits for a line on stdin, then starts the ranks as torchrun does."""
+"""``launch.py NAME RANKS FOLDER``: waits for a line on stdin, then starts the ranks as torchrun does."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def main() -> int:
-    name, ranks, folder, step = sys.argv[1:]
+    name, ranks, folder = sys.argv[1:]
     if not sys.stdin.readline():
         return 1
     program = str(Path(__file__).with_name("faults.py"))
     started = []
     for rank in range(int(ranks)):
         environment = {**os.environ, "STALLSCOPE_SIM_DEVICES": "8", "RANK": str(rank), "WORLD_SIZE": ranks}
-        words = [sys.executable, program, name, str(rank), folder, step]
+        words = [sys.executable, program, name, str(rank), folder]
         started.append(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL))
     for process in started:
         process.wait()

@@ -13,6 +13,7 @@ LIB = ROOT / "build" / "sim" / "lib"
 FLOAT, SUM, COUNT = 7, 0, 1024
 NON_BLOCKING = 1
 PACE_S = 0.01
+ALL_LATER = 50
 FOREVER_S = 1e6
 
 
@@ -21,10 +22,11 @@ class UniqueId(ctypes.Structure):
 
 
 class Rank:
-    """One rank. `fault_step`: the step in which its program goes wrong."""
+    """One rank. Its program goes wrong once the runner has put the file `wrong` into its folder."""
 
-    def __init__(self, number: int, ranks: int, folder: Path, fault_step: int) -> None:
-        self.number, self.ranks, self.folder, self.fault_step = number, ranks, folder, fault_step
+    def __init__(self, number: int, ranks: int, folder: Path) -> None:
+        self.number, self.ranks, self.folder = number, ranks, folder
+        self._is_wrong = False
         self.cudart, self.libnccl = (ctypes.CDLL(str(LIB / name)) for name in ("libcudart.so.12", "libnccl.so.2"))
         self.call("cudaSetDevice", number)
         self.buffer = ctypes.c_void_p()
@@ -73,12 +75,20 @@ class Rank:
     def wait(self, stream: ctypes.c_void_p) -> None:
         self.call("cudaStreamSynchronize", stream)
 
-    def is_fault(self, step: int, *culprits: int) -> bool:
-        """Whether this rank goes wrong in this step; says so to the runner, when it does."""
-        wrong = step == self.fault_step and self.number in culprits
+    def is_fault(self, *culprits: int) -> bool:
+        """Whether this rank goes wrong in this step, the only one; says so to the runner, when it does."""
+        wrong = self.number in culprits and not self._is_wrong and (self.folder / "wrong").exists()
         if wrong:
+            self._is_wrong = True
             self.begin()
         return wrong
+
+    def all_at(self, step: int) -> bool:
+        """Whether all ranks are to do it in this step: rank 0 says in which."""
+        when = self.folder / "when"
+        if self.is_fault(0):
+            when.write_text(str(step + ALL_LATER), encoding="ascii")
+        return when.exists() and when.read_text(encoding="ascii") == str(step)
 
     def begin(self) -> None:
         fresh = self.folder / f"begun.{self.number}.new"
