@@ -52,6 +52,7 @@ def incidents(kit: Kit) -> list[tuple[str, str]]:
     kit.flush()
     for kind, body in kit.frames:
         follower.apply(Frame(kind, body))
+    follower.finish(None)
     assert follower.state.dropped is None
     return [(incident.kind, incident.outcome) for incident in follower.watch.incidents]
 
@@ -83,6 +84,13 @@ def test_a_death_that_others_wait_for_is_one() -> None:
     die(kit, 1)
     ticks(kit, 2, waits=False)
     assert incidents(kit) == [("DIED", "died")]
+
+
+def test_a_capture_that_ends_with_the_job_says_so() -> None:
+    kit = two_ranks()
+    ticks(kit, 5, waits=True)
+    die(kit, 2, 1)
+    assert incidents(kit) == [("NOT_ARRIVED", "aborted")]
 
 
 def told(kit: Kit) -> Incident:

@@ -118,12 +118,12 @@ class Writer:
         aborted = self._aborts(victims, incident.start_ns)
         if aborted is not None:
             return aborted, "timed_out"
-        ends = self._ends(victims, incident.start_ns)
-        if victims and len(ends) == len(victims):
+        blocked = victims or procs
+        ends = self._ends(blocked, incident.start_ns)
+        if blocked and len(ends) == len(blocked):
             gave_up = any(end.signal == signal.SIGABRT for end in ends)  # torch's watchdog, which aborts the process
-            return max(
-                end.at_ns for end in ends
-            ), "timed_out" if gave_up else "died" if incident.kind == "DIED" else "aborted"
+            how = "timed_out" if gave_up else "died" if incident.kind == "DIED" else "aborted"
+            return max(end.at_ns for end in ends), how
         came = [self._first_after(proc, incident.start_ns) for proc in procs]
         known = [ns for ns in came if ns is not None]
         return (min(known) if known else now), "resolved"
@@ -133,9 +133,9 @@ class Writer:
         return [end for end in ends if end is not None and end.at_ns > since_ns]
 
     def is_over(self, incident: Incident) -> bool:
-        """Whether nobody is left that waits."""
-        victims = {victim.proc for victim in incident.victims}
-        return bool(victims) and len(self._ends(victims, incident.start_ns)) == len(victims)
+        """Whether nobody is left that waits; in a deadlock all of its ranks do."""
+        waits = {place.proc for place in incident.victims} or {culprit.place.proc for culprit in incident.culprits}
+        return bool(waits) and len(self._ends(waits, incident.start_ns)) == len(waits)
 
     def _aborts(self, procs: set[int], since_ns: int) -> int | None:
         """When a victim gave up: torch's watchdog aborts communicators, NCCL returns ncclTimeout."""
