@@ -141,3 +141,12 @@ def test_a_main_thread_that_works_is_where_the_rank_is() -> None:
 def test_who_waits_where(waiting: int, behind: int, said: str) -> None:
     facts = Facts("NOT_ARRIVED", "rank 1", 7, "ncclAllReduce #9", "", None, waiting, behind)
     assert summary(facts) == f"rank 1 has not come to ncclAllReduce #9; {said}"
+
+
+def test_why_there_is_no_stack_is_a_note() -> None:
+    kit = two_ranks()
+    for proc, frames in ((1, []), (2, []), (2, [["train.py", 1, "main", "python"]])):
+        why = None if frames else "py-spy is not installed"
+        kit.add(Kind.STACK, at_ns=kit.now, proc=proc, tid=100 + proc, by="py-spy", frames=frames, why=why)
+    notes = [note for note in kit.report()["capture"]["notes"] if "stack" in note]
+    assert notes == ["no stack of 1 blocked process: py-spy is not installed"]

@@ -48,12 +48,14 @@ class Hosts:
     """HOST, STACK and SUSPECT frames: the newest few of each process.
 
     Attributes:
+        stackless: processes of which there is no stack at all, and why not.
         suspect_ns: since when capture has seen something stand still, None while all moves.
     """
 
     def __init__(self, overflow: Overflow) -> None:
         self.looks: dict[int, list[Host]] = {}
         self.stacks: dict[int, list[Stack]] = {}
+        self.stackless: dict[int, str] = {}
         self.suspect_ns: int | None = None
         self._overflow = overflow
 
@@ -67,7 +69,12 @@ class Hosts:
         """A STACK frame."""
         frames = [_frame(row) for row in items(body, "frames", MAX_FRAMES)]
         stack = Stack(integer(body, "at_ns"), integer(body, "tid"), frames, maybe_text(body, "why"))
-        self._keep(self.stacks, integer(body, "proc"), stack, "stacks")
+        proc = integer(body, "proc")
+        self._keep(self.stacks, proc, stack, "stacks")
+        if any(known.frames for known in self.stacks.get(proc, [])):
+            self.stackless.pop(proc, None)
+        elif proc in self.stacks and stack.why:
+            self.stackless[proc] = stack.why[:MAX_TEXT]
 
     def suspect(self, body: Body) -> None:
         """A SUSPECT frame."""

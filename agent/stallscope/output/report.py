@@ -97,6 +97,8 @@ def _notes(state: State, accounting: Accounting) -> list[str]:
     told = [f"{_named(state, proc)}{text}" for proc, text in state.notes]
     notes = [*told, *hidden(state), *accounting.notes, *state.communicators.notes, *state.overflow.notes()]
     notes += state.witnesses.notes
+    for why, many in sorted(Counter(state.hosts.stackless.values()).items()):
+        notes.append(f"no stack of {many} blocked process{'es' * (many > 1)}: {why}")
     if state.unknown_kinds:
         notes.append(f"{state.unknown_kinds} frames of a kind that this version does not know were skipped")
     if state.processes.unknown_frames:
