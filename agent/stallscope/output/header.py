@@ -37,12 +37,14 @@ def counted(report: Row) -> str:
     """The calls made and what became of them."""
     capture = report["capture"]
     mark = "≥" if any(at_least(c, "count") for c in report["calls"]) else at_least(capture, "duration_ns")
-    made = mark + count(sum(c["count"] for c in report["calls"]))
     filtered = sum(capture["filtered"].values())
+    made = sum(c["count"] for c in report["calls"])
+    if mark:  # a recording that is cut has records whose counters had not come yet
+        made = max(made, capture["events"] + capture["lost"] + capture["sampled_out"] + filtered)
     more = f", {count(filtered)} filtered" if filtered else ""
     return (
-        f"calls made: {made} ({least(capture, 'events', count)} recorded, {least(capture, 'lost', count)} lost, "
-        f"{least(capture, 'sampled_out', count)} not sampled{more})"
+        f"calls made: {mark}{count(made)} ({least(capture, 'events', count)} recorded, "
+        f"{least(capture, 'lost', count)} lost, {least(capture, 'sampled_out', count)} not sampled{more})"
     )
 
 
