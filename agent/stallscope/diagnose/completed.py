@@ -122,10 +122,11 @@ class Completed:
         for at in np.flatnonzero(differs)[:64].tolist():
             self.odd.append(Odd(comm, low + int(offsets[at]), int(last[at]), called[:, at].tolist()))
         is_late = np.zeros(len(last), bool)
+        is_usual = low + offsets >= self._start(comm) + WARM_UP
         for value in np.unique(first_value).tolist():
             mine = first_value == value
             is_late |= mine & (late_ns > self.threshold_ns(comm, value))
-            self._add(comm, value, late_ns[mine & ~is_late])
+            self._add(comm, value, late_ns[mine & ~is_late & is_usual])
             if (comm, value) in self.waits_ns or len(self.waits_ns) < MAX_BASELINES:
                 self.waits_ns[comm, value] += int(late_ns[mine].sum())
         for at in np.flatnonzero(is_late).tolist():
@@ -134,7 +135,7 @@ class Completed:
                 Late(comm, int(who[at]), low + int(offsets[at]), since, int(last[at]), int(first_value[at]))
             )
         fresh = np.stack([who, np.maximum(0, last - np.maximum(ordered[-2], previous)), last], axis=1)
-        usual = ~is_late & (low + offsets >= self._start(comm) + WARM_UP)
+        usual = ~is_late & is_usual
         self._remember(self.last, comm, self._held(comm, fresh[usual]))
         self._remember(self.recent, comm, fresh)
 

@@ -15,8 +15,8 @@ from stallscope.diagnose.completed import CLEAR_NS, Completed
 __all__ = ["Straggler", "stragglers"]
 
 WINDOWS = (48, 96, 256)
-ENOUGH = 20
-LEAST_OWN_NS = 800_000
+ENOUGH = 40
+LEAST_OWN_NS = 1_000_000
 SIGMAS = 5.5  # by chance once in fifty million windows
 LEAST_TIME_SHARE = 0.75
 LEAST_COST = 0.08  # of the time

@@ -38,7 +38,7 @@ _HEADS = {
     "ORDER_DEADLOCK": "{who} issues operations in another order than its peers: nobody can go on at {where}",
     "IN_API": "{who} {why}; {waiting} for it at {where}{behind}",
     "ALL_ARRIVED": "all ranks issued {where}, and it does not complete",
-    "STRAGGLER": "{who} is slower than its peers on {where}",
+    "STRAGGLER": "{who} is slower than its peers: {where}",
     "SILENT_MISMATCH": "{who} called something else than the others at {where}, and it completed: results may be wrong",
     "CANNOT_DECIDE": "a block whose cause can't be told, at {where}",
 }
