@@ -23,6 +23,7 @@ LEAST_COST = 0.08  # of the time
 POWER_WINDOW_NS = 10_000_000_000
 POWER_MARGIN = 1.1
 LEAST_SAMPLES = 2
+OFTEN = 1.5
 
 
 class Straggler(NamedTuple):
@@ -53,7 +54,8 @@ def stragglers(state: State, completed: Completed) -> list[Straggler]:
         one = _of(comm, _meaningful(state, comm, rows), int(state.operations.arrivals.size[comm]))
         if one is not None and not _is_staged(comm, owners, tied) and (comm, one.rank) in owners:
             found.append(one._replace(proc=owners[comm, one.rank]))
-    return [_root(state, group, owners) for group in _groups(found, owners, tied)]
+    roots = (_root(state, group, together, owners) for group, together in _groups(state, found, owners, tied))
+    return [root for root in roots if root is not None]
 
 
 def _meaningful(state: State, comm: int, rows: NDArray[Any]) -> NDArray[Any]:
@@ -121,42 +123,47 @@ def _is_staged(comm: int, owners: Owners, tied: set[frozenset[int]]) -> bool:
     return any(pair <= members for pair in tied)
 
 
-def _groups(found: list[Straggler], owners: Owners, tied: set[frozenset[int]]) -> list[list[Straggler]]:
-    """Late ranks that wait for each other: a tensor or pipeline parallel replica is late as a whole."""
-    bonds = set(tied)
-    for one in found:
-        bonds |= {frozenset((one.proc, other)) for other in _members(one.comm, owners)}
-    # Ranks that meet in a communicator in which nobody is last are as late as each other.
-    comms = {comm for comm, _ in owners}
-    late = {one.proc for one in found}
-    for comm in comms:
-        members = _members(comm, owners)
-        if members <= late:
-            bonds |= {frozenset((a, b)) for a in members for b in members}
-    groups: list[list[Straggler]] = []
+def _groups(
+    state: State, found: list[Straggler], owners: Owners, tied: set[frozenset[int]]
+) -> list[tuple[list[Straggler], set[int]]]:
+    """Late ranks by the ranks that they work with so closely that these are late with them, flagged or not."""
+    groups: list[tuple[list[Straggler], set[int]]] = []
     for one in sorted(found, key=lambda s: (-s.own_ns, s.proc)):
-        near = [
-            g
-            for g in groups
-            if any(frozenset((one.proc, other.proc)) in bonds or one.proc == other.proc for other in g)
-        ]
-        groups = [g for g in groups if g not in near] + [[one, *(other for g in near for other in g)]]
+        together = _together(state, one, owners, tied)
+        near = [group for group in groups if group[1] & together]
+        merged = ([one, *(other for group in near for other in group[0])], together.union(*(g[1] for g in near)))
+        groups = [group for group in groups if group not in near] + [merged]
     return groups
 
 
-def _root(state: State, group: list[Straggler], owners: Owners) -> Straggler:
-    """Who of a group slows it: who is last where late ranks are among themselves, else whose GPU works most."""
-    late = {one.proc for one in group}
-    inner = [one for one in group if len(_members(one.comm, owners) & late) > 1]
+def _together(state: State, one: Straggler, owners: Owners, tied: set[frozenset[int]]) -> set[int]:
+    """A replica: ranks that meet more often than where this one is late, or send to each other."""
+    lowest = state.operations.arrivals.lowest()
+    often = {comm for comm, _ in owners if lowest[comm] > OFTEN * lowest[one.comm]}
+    bonds = [_members(comm, owners) for comm in sorted(often)] + [set(pair) for pair in tied]
+    together, grows = {one.proc}, True
+    while grows:
+        near = together.union(*(bond for bond in bonds if bond & together))
+        grows, together = len(near) > len(together), near
+    return together
+
+
+def _root(state: State, group: list[Straggler], together: set[int], owners: Owners) -> Straggler | None:
+    """Who of a replica slows it: who is last where its ranks are among themselves, else whose GPU works most.
+
+    None: it is one that has not been seen to be late long enough.
+    """
+    inner = [one for one in group if len(_members(one.comm, owners) & together) > 1]
     best = max(inner or group, key=lambda s: (s.own_ns, -s.proc))
-    rest = late - {best.proc}
+    rest = together - {best.proc}
     if inner or not rest:
         return best
-    hardest = _hardest(state, late)
-    if hardest is not None:
-        chosen = max((one for one in group if one.proc == hardest), key=lambda s: s.own_ns)
-        return chosen._replace(why="of the ranks that are late together, its GPU draws the most power")
-    return best._replace(others=tuple(sorted(rest)), why="ranks that wait for each other are late together")
+    hardest = _hardest(state, together)
+    if hardest is None:
+        return best._replace(others=tuple(sorted(rest)), why="ranks that wait for each other are late together")
+    chosen = [one for one in group if one.proc == hardest]
+    why = "of the ranks that are late together, its GPU draws the most power"
+    return max(chosen, key=lambda s: s.own_ns)._replace(why=why) if chosen else None
 
 
 def _hardest(state: State, procs: set[int]) -> int | None:

@@ -179,11 +179,12 @@ class Writer:
         key = self._state.operations.key_of[one.comm]
         incident = Incident(
             number, "STRAGGLER", None, key, None, None, [Culprit(place)] if place else [], [], [],
-            now, now, None, "running", "api", "medium", "", "",
+            now, now, None, "running", "api", "low" if one.others else "medium", "", "",
             {"last_in_percent": one.percent, "own_ns": one.own_ns, "operations": one.operations},
         )  # fmt: skip
         why = f"last in {one.percent} % of the newest {one.operations} operations, then by {one.own_ns / 1e6:.1f} ms"
-        self._tell(incident, f"{why} of its own time (median)", now)
+        why += " of its own time (median)" + (f"; {one.why}" if one.why else "")
+        self._tell(incident, why, now)
         return incident
 
     def _tell(self, incident: Incident, why: str, now: int) -> None:
