@@ -66,8 +66,9 @@ class Job:
 
 
 class Tracer:
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, recording: Path | None) -> None:
         words = [str(STALLSCOPE), "attach", str(pid), "--json"]
+        words += ["-o", str(recording), "--force"] if recording else []
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.lines: list[tuple[int, str]] = []
         self.out = ""
@@ -109,7 +110,7 @@ def _until(ready: Any, seconds: float) -> bool:
     return False
 
 
-def play(name: str, fault: Fault, mode: str) -> Said:
+def play(name: str, fault: Fault, mode: str, recording: Path | None) -> Said:
     with tempfile.TemporaryDirectory(prefix="stallscope-unseen-") as text:
         job = Job(name, fault, Path(text))
         try:
@@ -120,7 +121,7 @@ def play(name: str, fault: Fault, mode: str) -> Said:
                 job.go_wrong()
                 _until(lambda: len(job.begun()) >= max(1, len(fault.culprits)), BEGIN_S)
                 time.sleep(IN_BLOCK_S)
-            tracer = Tracer(job.process.pid)
+            tracer = Tracer(job.process.pid, recording)
             try:
                 _until(tracer.attached, START_S)
                 if mode == "live":
@@ -166,20 +167,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.culprit.unseen")
     parser.add_argument("--faults", default=",".join(FAULTS), help="default: all")
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the reports there")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write recordings and reports there")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that jobs and tracers end, too
+    if args.keep:
+        args.keep.mkdir(exist_ok=True)
     print("| fault | attached | right answer | said | s | verdict |\n|---|---|---|---|---|---|", flush=True)
     for mode in MODES if args.mode == "all" else (args.mode,):
         for name in args.faults.split(","):
             fault = FAULTS[name]
-            said = play(name, fault, mode)
+            said = play(name, fault, mode, args.keep / f"{name}.{mode}.stall" if args.keep else None)
             words, judged = verdict(fault, said)
             right = f"{' or '.join(fault.kinds)} {'+'.join(map(str, fault.culprits))}" if fault.kinds else "nothing"
             cells = (f"{name}: {fault.what}", mode, right, words, _seconds(said), judged)
             print("| " + " | ".join(cells) + " |", flush=True)
             if args.keep:
-                args.keep.mkdir(exist_ok=True)
                 (args.keep / f"{name}.{mode}.json").write_text(json.dumps(said.report, indent=1))
                 (args.keep / f"{name}.{mode}.err").write_text("".join(line for _, line in said.lines))
     return 0
