@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from aggregate_kit import DONE, ENTER, ENTERED, Kit, call
 
 from stallscope.diagnose.follow import Follower
 from stallscope.diagnose.incident import Incident
+from stallscope.diagnose.look import Looker
+from stallscope.diagnose.view import USER, Comm, Operation, Rank, Signature, View
 from stallscope.diagnose.words import Facts, summary
 from stallscope.wire.frames import Frame, Kind
 
@@ -25,8 +28,15 @@ def two_ranks(second: int = 102) -> Kit:
     for n in range(11):
         for proc in (1, 2) if n < 10 else (1,):
             kit.recs += reduction(kit, proc, n)
+            if n == 5:
+                kit.recs.append(synchronize(kit, proc))
     kit.flush()
     return kit
+
+
+def synchronize(kit: Kit, proc: int) -> np.ndarray:
+    """A wait that has ended, for all that the process issued before."""
+    return kit.record("cudaStreamSynchronize", DONE, slot=proc, tid=100 + proc, ns=300_000, a=(STREAM,))
 
 
 def reduction(kit: Kit, proc: int, n: int) -> list:
@@ -150,3 +160,16 @@ def test_why_there_is_no_stack_is_a_note() -> None:
         kit.add(Kind.STACK, at_ns=kit.now, proc=proc, tid=100 + proc, by="py-spy", frames=frames, why=why)
     notes = [note for note in kit.report()["capture"]["notes"] if "stack" in note]
     assert notes == ["no stack of 1 blocked process: py-spy is not installed"]
+
+
+@pytest.mark.parametrize(("name", "undone"), [("ncclAllReduce", [2]), ("ncclBroadcast", [1, 2])])
+def test_what_one_rank_has_the_result_of_all_ranks_have_come_to(name: str, undone: list[int]) -> None:
+    """Rank 1 came last to #1, so that its wait was short and left no record. A root may leave a broadcast early."""
+    looker = object.__new__(Looker)
+    looker.view = View(0, [Rank(1, 0, USER), Rank(2, 1, USER)], [Comm("c", 2, {0: 0, 1: 1})])
+    for rank, known in ((0, 2), (1, 1)):
+        for n in range(3):
+            one = Operation(rank, n, (0, "c", n), name, Signature(name, 8, 7, 0, -1), STREAM, n, True, n, n < known)
+            looker.view.ranks[rank].operations.append(one)
+    looker._spread()
+    assert [operation.key[-1] for operation in looker.view.ranks[1].operations if not operation.done] == undone

@@ -37,6 +37,7 @@ Array = NDArray[Any]
 WINDOW = 1024
 STALE_NS = 2_000_000_000
 WAITING_KINDS = ("wait", "copy", "alloc", "event")
+SYMMETRIC = ("ncclAllReduce", "ncclAllGather", "ncclReduceScatter", "ncclAlltoAll")  # all need something of all
 NCCL_KINDS = ("collective", "p2p", "group", "comm")
 
 
@@ -64,6 +65,7 @@ class Looker:
         self._find_comms()
         for issuer in state.operations.issuers.values():
             self._fill(issuer)
+        self._spread()
         self._creations()
         self._elsewhere()
 
@@ -241,6 +243,24 @@ class Looker:
         if enter_ns >= synced or kind != COLLECTIVE or place.comm < 0:
             return False
         return int(key[-1]) < self._complete(place.comm)
+
+    def _spread(self) -> None:
+        """Who has the result of a collective has something of every rank: all of them have come so far.
+
+        Waits of the last one to come are short, and short waits are sampled: its own proof is likely to be missing.
+        """
+        newest: dict[int, int] = {}
+        for rank in self.view.ranks:
+            for operation in rank.operations:
+                if operation.done and operation.key[1] == "c" and operation.name in SYMMETRIC:
+                    comm = int(operation.key[0])
+                    newest[comm] = max(newest.get(comm, -1), int(operation.key[-1]))
+        aligned = {comm: number for comm, number in newest.items() if self.view.comms[comm].aligned}
+        for rank in self.view.ranks:
+            for at, operation in enumerate(rank.operations):
+                is_known = operation.key[1] == "c" and int(operation.key[-1]) <= aligned.get(int(operation.key[0]), -1)
+                if is_known and not operation.done:
+                    rank.operations[at] = operation._replace(done=True)
 
     def _complete(self, comm: int) -> int:
         """How many collectives every rank of a communicator is known to have issued."""
