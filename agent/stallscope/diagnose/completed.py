@@ -53,7 +53,8 @@ class Completed:
         late: found by the last step; odd: likewise, calls that differ among ranks.
         calls: by (communicator, signature): how many; waits_ns: for late ranks.
         last: by communicator: (rank that came last, by how much later than the one before it, when, whether
-            its host waited for its GPU meanwhile), newest last, without episodes; recent: with them, three columns.
+            its host waited for its GPU meanwhile), newest last, without episodes of hosts; recent: with them, three
+            columns.
     """
 
     KEPT = 256
@@ -135,8 +136,9 @@ class Completed:
                 Late(comm, int(who[at]), low + int(offsets[at]), since, int(last[at]), int(first_value[at]))
             )
         fresh = np.stack([who, np.maximum(0, last - np.maximum(ordered[-2], previous)), last], axis=1)
-        usual = ~is_late & is_usual
-        self._remember(self.last, comm, self._held(comm, fresh[usual]))
+        # A host that was elsewhere for long made an episode; one that waits for its slow GPU does so again and again.
+        held = self._held(comm, fresh)
+        self._remember(self.last, comm, held[is_usual & (~is_late | (held[:, 3] == 1))])
         self._remember(self.recent, comm, fresh)
 
     def _held(self, comm: int, rows: Array) -> Array:

@@ -15,14 +15,14 @@ from stallscope.diagnose.completed import CLEAR_NS, Completed
 __all__ = ["Straggler", "stragglers"]
 
 WINDOWS = (48, 96, 256)
-ENOUGH = 40
+ENOUGH = 30
 LEAST_OWN_NS = 1_000_000
 SIGMAS = 5.5  # by chance once in fifty million windows
 LEAST_TIME_SHARE = 0.75
 LEAST_COST = 0.08  # of the time
-POWER_WINDOW_NS = 10_000_000_000
+POWER_WINDOW_NS = 2_200_000_000
 POWER_MARGIN = 1.1
-LEAST_SAMPLES = 2
+LEAST_SAMPLES = 1
 OFTEN = 1.5
 
 
@@ -54,7 +54,9 @@ def stragglers(state: State, completed: Completed) -> list[Straggler]:
         one = _of(comm, _meaningful(state, comm, rows), int(state.operations.arrivals.size[comm]))
         if one is not None and not _is_staged(comm, owners, tied) and (comm, one.rank) in owners:
             found.append(one._replace(proc=owners[comm, one.rank]))
-    roots = (_root(state, group, together, owners) for group, together in _groups(state, found, owners, tied))
+    roots = (
+        _root(state, completed, group, together, owners) for group, together in _groups(state, found, owners, tied)
+    )
     return [root for root in roots if root is not None]
 
 
@@ -148,7 +150,9 @@ def _together(state: State, one: Straggler, owners: Owners, tied: set[frozenset[
     return together
 
 
-def _root(state: State, group: list[Straggler], together: set[int], owners: Owners) -> Straggler | None:
+def _root(
+    state: State, completed: Completed, group: list[Straggler], together: set[int], owners: Owners
+) -> Straggler | None:
     """Who of a replica slows it: who is last where its ranks are among themselves, else whose GPU works most.
 
     None: it is one that has not been seen to be late long enough.
@@ -161,9 +165,19 @@ def _root(state: State, group: list[Straggler], together: set[int], owners: Owne
     hardest = _hardest(state, together)
     if hardest is None:
         return best._replace(others=tuple(sorted(rest)), why="ranks that wait for each other are late together")
-    chosen = [one for one in group if one.proc == hardest]
+    chosen = [one for one in group if one.proc == hardest] or _often_late(state, completed, hardest, owners)
     why = "of the ranks that are late together, its GPU draws the most power"
     return max(chosen, key=lambda s: s.own_ns)._replace(why=why) if chosen else None
+
+
+def _often_late(state: State, completed: Completed, proc: int, owners: Owners) -> list[Straggler]:
+    """Where a rank is last, with the waits for it that were long enough to be episodes."""
+    found = []
+    for (comm, rank), owner in owners.items():
+        if owner == proc and comm in completed.recent:
+            one = _of(comm, completed.recent[comm], int(state.operations.arrivals.size[comm]))
+            found += [one._replace(proc=proc)] if one is not None and one.rank == rank else []
+    return found
 
 
 def _hardest(state: State, procs: set[int]) -> int | None:
