@@ -1,6 +1,6 @@
 """The faults: each a function that one rank runs, and the right answer.
 
-Written without sight of the diagnosis. All programs of one fault run the same function, as ranks of one job do.
+Of another author than the diagnosis. All programs of one fault run the same function, as ranks of one job do.
 """
 
 from __future__ import annotations
