@@ -12,7 +12,7 @@ from .faults import FAULTS
 from .program import LAYOUTS, Layout
 from .score import make_trial, score
 
-SEEDS = int(os.environ.get("STALLSCOPE_MODEL_SEEDS", "12"))
+SEEDS = int(os.environ.get("STALLSCOPE_MODEL_SEEDS", "3"))
 FEW = 24
 """Up to so many seeds, jobs of 32 ranks, which cost most of the time, get half of them."""
 

@@ -18,7 +18,7 @@ from stallscope.errors import CaptureProblem
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "probes" / "stallscope.bpf.c"
-PER_HOOK = re.compile(r"(enter|return)_\d+$")
+PER_HOOK = re.compile(r"(count|enter|return)_\d+$")
 FOLDERS = [ROOT / "probes", ROOT / "native"]
 
 
