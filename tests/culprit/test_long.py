@@ -16,9 +16,13 @@ Json = dict[str, Any]
 HEALTHY_S = float(os.environ.get("STALLSCOPE_HEALTHY_SECONDS", "120"))
 WRITE_S = 4.0
 TIMES, LAST_S, RANK = 800, 20.0, 2
+LONG = pytest.mark.skipif(
+    not os.environ.get("STALLSCOPE_LONG_TESTS"), reason="minutes: STALLSCOPE_LONG_TESTS=1 runs it"
+)
 LABELS = {"checkpoint", "warm_up", "eval"}
 
 
+@LONG
 def test_a_healthy_job_is_not_accused(needs_bpf: None) -> None:
     options = ["--checkpoint-every=30", f"--checkpoint-write={WRITE_S}", "--warm-up=3", "--uneven", "--load-time=0.5"]
     with a_job(f"--duration={HEALTHY_S}", *options) as job, a_tracer(job) as tracer:
@@ -57,7 +61,7 @@ def check(report: Json, truth: Json) -> None:
     assert (incident["class"], incident["outcome"]) == ("NOT_ARRIVED", "resolved"), incident
 
 
-@pytest.mark.skipif(not os.environ.get("STALLSCOPE_LONG_TESTS"), reason="3 minutes: STALLSCOPE_LONG_TESTS=1 runs it")
+@LONG
 def test_many_short_blocks_and_a_long_one(needs_bpf: None, tmp_path: Path) -> None:
     fault = f"--fault=many-short:rank={RANK},step=20,ms=50,times={TIMES},last={LAST_S}"
     path = tmp_path / "a.stall"
