@@ -69,7 +69,7 @@ demo: build ## a simulated job of 8 ranks that one of them blocks, traced
 
 test: build lint ## all tests that a machine without a GPU can run
 	@# Tests without privileges keep one core busy, the others mostly wait: side by side they take 20 minutes, not 30.
-	$(Q)nice -n 15 $(PY) -m pytest tests/unit tests/sim tests/model tests/fuzz >$(BUILD)/test-unit.log 2>&1 & first=$$!; code=0; \
+	$(Q)nice -n 19 $(PY) -m pytest tests/unit tests/sim tests/model tests/fuzz >$(BUILD)/test-unit.log 2>&1 & first=$$!; code=0; \
 	$(PY) -m pytest tests/integration tests/culprit || code=1; \
 	wait $$first || code=1; cat $(BUILD)/test-unit.log; exit $$code
 

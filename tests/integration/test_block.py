@@ -230,12 +230,13 @@ def test_the_tap_is_open_while_it_lasts(tmp_path: Path) -> None:
     assert (begin["on"], end_["on"]) == (True, False)
     queries = recorded(recording)["cudaEventQuery"]
     entered = sorted(int(ts) for ts in queries["ts_ns"])
-    asked = [ns for ns in truth["asked"] if begin["at_ns"] < ns < end_["at_ns"] - 5e7]
-    inside = [ns for ns in entered if begin["at_ns"] < ns < end_["at_ns"] - 5e7]
-    assert len(asked) > 100 and abs(len(inside) - len(asked)) <= 1
+    # On a busy machine the rate changes a moment after it is told; at both edges one of program and probe may be inside.
+    asked = [ns for ns in truth["asked"] if begin["at_ns"] + 2e8 < ns < end_["at_ns"] - 2e8]
+    inside = [ns for ns in entered if begin["at_ns"] + 2e8 < ns < end_["at_ns"] - 2e8]
+    assert len(asked) > 100 and abs(len(inside) - len(asked)) <= 2
     long_ones = queries["dur_ns"] >= 200_000
     outside = [ns for ns, slow in zip(queries["ts_ns"], long_ones, strict=True)
-               if not slow and not begin["at_ns"] - 5e7 < ns < end_["at_ns"] + 5e7]  # fmt: skip
+               if not slow and not begin["at_ns"] - 5e7 < ns < end_["at_ns"] + 2e8]  # fmt: skip
     assert len(outside) <= 2
     (call,) = [c for c in report["calls"] if c["api"] == "cudaEventQuery"]
     assert call["count"] == len(truth["asked"]) and call["errors"] == 0
