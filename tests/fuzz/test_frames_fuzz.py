@@ -15,6 +15,7 @@ import numpy as np
 from aggregate_kit import hello, small
 
 from stallscope.aggregate.state import State
+from stallscope.diagnose.incident import Found
 from stallscope.output.finish import finish
 from stallscope.wire.frames import BadFrame, Decoder, Frame, Kind
 from stallscope.wire.recording import Ending
@@ -29,7 +30,7 @@ ODD: list[Any] = [None, True, False, 0, 1, -1, 399, 400, 127, 128, 2**31, 2**32 
 def ends_well(state: State) -> None:
     """Both reports can be printed."""
     for as_json in (True, False):
-        finish(state, as_json=as_json, out=io.StringIO(), err=io.StringIO())
+        finish(state, Found(), as_json=as_json, out=io.StringIO(), err=io.StringIO())
 
 
 def mutated(rng: random.Random, value: Any) -> Any:
