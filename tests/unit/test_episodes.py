@@ -8,7 +8,7 @@ from aggregate_kit import DONE, START
 from test_operations import STREAM, Job
 
 from stallscope.aggregate.state import State
-from stallscope.diagnose.completed import Completed
+from stallscope.diagnose.completed import Completed, Late
 from stallscope.diagnose.episodes import Episodes
 from stallscope.diagnose.stragglers import stragglers
 from stallscope.wire.frames import Frame, Kind
@@ -52,9 +52,10 @@ def run(job: Timed) -> tuple[State, Completed, Episodes]:
             completed = completed or Completed(state)
             episodes = episodes or Episodes(state, completed)
             completed.step()
-            episodes.step()
+            episodes.step(body["at_ns"])
     assert state.dropped is None
     assert completed and episodes
+    episodes.finish()
     return state, completed, episodes
 
 
@@ -110,6 +111,28 @@ def test_a_rank_that_waited_for_the_late_one_is_not_at_fault_itself() -> None:
     assert sorted((row.place.rank, row.count) for row in episodes.rows()) == [(0, 1), (1, 1)]
     assert state.operations.arrivals.comms == 1
     assert late_ns < job.clock
+
+
+def test_a_wait_found_before_its_cause_is_charged_after_it() -> None:
+    job = Timed()
+    job.step()
+    start = job.clock
+    job.waited(1, start, 50 * MS)
+    job.clock += 60 * MS
+    state, completed, _ = run(job)
+    (signature,) = [value for _, value in completed.calls]
+    victim = Late(0, 0, 7, start, start + 50 * MS, signature)
+    cause = Late(0, 1, 6, start - 2 * MS, start + 49 * MS, signature)
+    episodes = Episodes(state, completed)
+    completed.late = [victim]
+    episodes.step(start + 60 * MS)
+    completed.late = [cause]
+    episodes.step(start + 300 * MS)
+    assert episodes.rows() == []  # others could still come
+    completed.late = []
+    episodes.step(start + 600 * MS)
+    (row,) = episodes.rows()
+    assert (row.place.rank, row.count, row.max_ns) == (1, 1, 51 * MS)
 
 
 def test_ranks_that_call_differently_are_seen() -> None:

@@ -14,8 +14,7 @@ from stallscope.aggregate.waits import WAIT
 __all__ = ["Issuer", "Place"]
 
 WINDOW = 2048
-WAITS = 512
-RECENT_WAITS = 256
+WAITS = 1024  # newest: more than a second of the fastest loops that wait each time
 
 
 @dataclass
@@ -78,7 +77,7 @@ class Issuer:
 
     def waited_ns(self, from_ns: int, to_ns: int) -> int:
         """How long its threads waited for the device in that time, as far as waits were long and have ended."""
-        waits = self.waits.newest(RECENT_WAITS)
+        waits = self.waits.newest(len(self.waits))
         inside = np.minimum(waits["end_ns"], to_ns) - np.maximum(waits["ts_ns"], from_ns)
         return int(np.maximum(inside, 0).sum())
 

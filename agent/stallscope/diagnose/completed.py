@@ -58,6 +58,7 @@ class Completed:
     """
 
     KEPT = 256
+    KEPT_RECENT = 1024  # episodes look back half a second
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -138,8 +139,8 @@ class Completed:
         fresh = np.stack([who, np.maximum(0, last - np.maximum(ordered[-2], previous)), last], axis=1)
         # A host that was elsewhere for long made an episode; one that waits for its slow GPU does so again and again.
         held = self._held(comm, fresh)
-        self._remember(self.last, comm, held[is_usual & (~is_late | (held[:, 3] == 1))])
-        self._remember(self.recent, comm, fresh)
+        self._remember(self.last, comm, held[is_usual & (~is_late | (held[:, 3] == 1))], self.KEPT)
+        self._remember(self.recent, comm, fresh, self.KEPT_RECENT)
 
     def _held(self, comm: int, rows: Array) -> Array:
         """The same with a fourth column: whether the last rank's host waited for its GPU most of that time."""
@@ -154,10 +155,10 @@ class Completed:
                 held[at] = 2 * issuer.waited_ns(came - margin, came) >= margin
         return np.concatenate([rows, held[:, None]], axis=1)
 
-    def _remember(self, table: dict[int, Array], comm: int, fresh: Array) -> None:
+    def _remember(self, table: dict[int, Array], comm: int, fresh: Array, most: int) -> None:
         kept = table.get(comm)
         joined = fresh if kept is None else np.concatenate([kept, fresh])
-        table[comm] = joined[-self.KEPT :]
+        table[comm] = joined[-most:]
 
     def threshold_ns(self, comm: int, signature: int) -> int:
         """A wait beyond this is an episode."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,8 @@ KEPT = 8
 LONGEST_CHAIN = 4
 MAX_ROWS = 4096
 MAX_DURATIONS = 100_000
+SETTLED_NS = 500_000_000  # by then the waits that caused a wait have been found too
+BLOCKS = 64  # of a process, the newest
 STACK_FROM_NS = 2_000_000_000
 
 
@@ -36,6 +39,10 @@ class _Block:
     start_ns: int
     end_ns: int
 
+    def shared_ns(self, late: Late) -> int:
+        """How much of that wait lies in it; negative where they are apart."""
+        return min(self.end_ns, late.at_ns) - max(self.start_ns, late.since_ns)
+
 
 class Episodes:
     """Groups the late collectives of `Completed` into blocks, by rank at fault."""
@@ -43,12 +50,24 @@ class Episodes:
     def __init__(self, state: State, completed: Completed) -> None:
         self._state, self._completed = state, completed
         self._rows: dict[tuple[str, int], _Row] = {}
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, deque[_Block]] = {}
+        self._held: list[Late] = []
         self.turned_away = 0
 
-    def step(self) -> None:
-        """Take what the last step of `Completed` found."""
-        for late in sorted(self._completed.late, key=lambda late: late.at_ns):
+    def step(self, now: int) -> None:
+        """Take what the last step of `Completed` found, and charge what is old enough."""
+        self._held += self._completed.late
+        self._charge_up_to(now - SETTLED_NS)
+
+    def finish(self) -> None:
+        """Charge the rest: nothing more will come."""
+        self._charge_up_to(None)
+
+    def _charge_up_to(self, end_ns: int | None) -> None:
+        """In the order in which they ended: what a rank is charged with depends on what others are."""
+        ripe = [late for late in self._held if end_ns is None or late.at_ns <= end_ns]
+        self._held = [late for late in self._held if end_ns is not None and late.at_ns > end_ns]
+        for late in sorted(ripe, key=lambda late: (late.at_ns, late.comm)):
             self._charge(late)
 
     def _charge(self, late: Late) -> None:
@@ -70,9 +89,10 @@ class Episodes:
     def _overlaps(self, issuer: Issuer, late: Late, least_ns: int) -> bool:
         """Whether another rank's absence fills that time."""
         return any(
-            min(block.end_ns, late.at_ns) - max(block.start_ns, late.since_ns) >= least_ns
-            for proc, block in self._blocks.items()
+            block.shared_ns(late) >= least_ns
+            for proc, blocks in self._blocks.items()
             if proc != issuer.process.proc
+            for block in blocks
         )
 
     def _issuer(self, late: Late) -> Issuer | None:
@@ -97,10 +117,10 @@ class Episodes:
 
     def _take(self, issuer: Issuer, late: Late) -> None:
         proc = issuer.process.proc
-        block = self._blocks.get(proc)
-        if block is not None and late.since_ns < block.end_ns:
+        blocks = self._blocks.setdefault(proc, deque(maxlen=BLOCKS))
+        if any(block.shared_ns(late) > 0 for block in blocks):
             return  # other communicators, and later operations, that waited for the same absence
-        self._blocks[proc] = _Block(late.since_ns, late.at_ns)
+        blocks.append(_Block(late.since_ns, late.at_ns))
         key = (self._state.operations.key_of[late.comm], proc)
         if key not in self._rows and len(self._rows) >= MAX_ROWS:
             self.turned_away += 1

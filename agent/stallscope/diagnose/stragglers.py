@@ -15,9 +15,9 @@ from stallscope.diagnose.completed import CLEAR_NS, Completed
 __all__ = ["Straggler", "stragglers"]
 
 WINDOWS = (48, 96, 256)
-ENOUGH = 30
+ENOUGH = 25
 LEAST_OWN_NS = 1_000_000
-SIGMAS = 5.5  # by chance once in fifty million windows
+SIGMAS = 5.0  # by chance once in two million windows
 LEAST_TIME_SHARE = 0.75
 LEAST_COST = 0.08  # of the time
 POWER_WINDOW_NS = 2_200_000_000

@@ -87,7 +87,7 @@ class Watch:
         self._promise(now)
         settle_pairs(self._state)
         self._completed.step()
-        self._episodes.step()
+        self._episodes.step(now)
         self._silent.step(now)
         if now >= self._next_look_ns and (self._suspects or self._stands_still(now)):
             self._next_look_ns = now + LOOK_EVERY_NS
@@ -103,6 +103,7 @@ class Watch:
         """The stream is over: so is what nobody waits in any more."""
         if not self._begun:
             return
+        self._episodes.finish()
         for suspect in self._suspects.values():
             writer = Writer(self._state, Looker(self._state, self._state.ticked_ns))
             if suspect.incident is not None and suspect.incident.end_ns is None and writer.is_over(suspect.incident):
