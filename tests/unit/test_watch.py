@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from aggregate_kit import ENTER, START
+from aggregate_kit import ENTER, START, Kit
 from test_operations import POINTER, STREAM, Job
 
 from stallscope.diagnose.follow import Follower
@@ -174,3 +174,30 @@ def test_a_job_at_work_has_no_incident() -> None:
             job.reduce(proc, at=job.clock)
         job.run(0.25, waits=False)
     assert job.follower.watch.incidents == []
+
+
+def test_ranks_that_start_late_are_one_incident() -> None:
+    kit, follower, sent = Kit(), Follower(), 0
+    for proc in range(1, 5):
+        kit.process(proc, pid=4000 + proc, env={"RANK": str(proc - 1)})
+        kit.link("NCCL", proc)
+    kit.init_rank(0, proc=1, status=None, nranks=4)
+    begun = START + SECOND
+    came = {begun + 5 * SECOND: 2, begun + 6 * SECOND: 3, begun + 7 * SECOND: 4}
+    rows = [[1, 4001, [[BY_NAME["ncclCommInitRank"].id, begun, 1, 0, [0x7000, 4, 0, *[0] * 5]]]]]
+    for at in range(begun, begun + 10 * SECOND, TICK_NS):
+        if at in came:
+            kit.now = at
+            kit.init_rank(came[at] - 1, proc=came[at], status=None, nranks=4)
+            kit.flush()
+        kit.counters()
+        kit.add(Kind.INFLIGHT, at_ns=at, final=False, rows=rows)
+        kit.add(Kind.TICK, at_ns=at)
+        for kind, body in kit.frames[sent:]:
+            follower.apply(Frame(kind, body))
+        sent = len(kit.frames)
+    told = [(i.kind, i.label, sorted(c.place.pid for c in i.culprits)) for i in follower.watch.incidents]
+    assert told == [("NOT_ARRIVED", "warm_up", [4002, 4003, 4004])]
+    summary = follower.watch.incidents[0].summary
+    assert "rank 1 (pid 4002), rank 2 (pid 4003) and rank 3 (pid 4004) have not come to ncclCommInitRank on" in summary
+    assert "1 rank waits for them: their hosts are in no CUDA or NCCL call that waits" in summary

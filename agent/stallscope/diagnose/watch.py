@@ -133,7 +133,7 @@ class Watch:
 
     def _look(self, now: int) -> None:
         looker = Looker(self._state, now)
-        for verdict in judge(looker.view):
+        for verdict in _creations_as_one(judge(looker.view)):
             self._consider(looker, verdict, now)
         writer = Writer(self._state, looker)
         for name, suspect in list(self._suspects.items()):
@@ -171,10 +171,12 @@ class Watch:
 
     def _name(self, looker: Looker, verdict: Verdict) -> Name:
         """The same block has the same name at the next look: by who is at fault, else all undecided are one."""
+        if _is_creation(verdict):
+            return ("creation", looker.keys[int(verdict.comm or 0)])
         return tuple(looker.owners[rank] for rank in verdict.culprits) or ("nobody",)
 
     def _threshold_ns(self, looker: Looker, verdict: Verdict) -> int:
-        if verdict.key is not None and verdict.key[1] in ("init", "split"):
+        if _is_creation(verdict) or (verdict.key is not None and verdict.key[1] == "split"):
             return CREATION_NS  # ranks of a job start at different times
         p99 = None
         if verdict.comm is not None:
@@ -208,3 +210,27 @@ class Watch:
                 self._straggling.add(proc)
                 looker = Looker(self._state, now)
                 self._open(Writer(self._state, looker).straggler(found[proc], len(self.incidents) + 1, now))
+
+
+def _is_creation(verdict: Verdict) -> bool:
+    return verdict.kind == "NOT_ARRIVED" and verdict.key is not None and verdict.key[1] == "init"
+
+
+def _creations_as_one(verdicts: list[Verdict]) -> list[Verdict]:
+    """Ranks start one by one: who is missing at a creation is one thing to tell, and fewer of them no new one."""
+    found: list[Verdict] = []
+    places: dict[int | None, int] = {}
+    for verdict in verdicts:
+        if not _is_creation(verdict) or verdict.comm not in places:
+            if _is_creation(verdict):
+                places[verdict.comm] = len(found)
+            found.append(verdict)
+            continue
+        first = found[places[verdict.comm]]
+        found[places[verdict.comm]] = first._replace(
+            culprits=tuple(sorted({*first.culprits, *verdict.culprits})),
+            victims=tuple(sorted({*first.victims, *verdict.victims})),
+            cascade=tuple(sorted({*first.cascade, *verdict.cascade})),
+            since_ns=min(first.since_ns, verdict.since_ns),
+        )
+    return found

@@ -12,7 +12,7 @@ class Facts(NamedTuple):
 
     who: e.g. "rank 5 (pid 1234)"; where: e.g. "ncclAllReduce #17 on communicator 1f2e3d4c (8 ranks)"; host: where the
     culprit's host is, e.g. "in read() on pipe:[123]"; waiting: how many ranks wait there;
-    behind: how many more wait elsewhere because of it; since: time of day.
+    behind: how many more wait elsewhere because of it; since: time of day; several: `who` is more than one.
     """
 
     kind: str
@@ -24,12 +24,13 @@ class Facts(NamedTuple):
     waiting: int
     behind: int = 0
     since: str | None = None
+    several: bool = False
 
 
 SAID_BY_CLASS = ("DIED", "NOT_ARRIVED", "LEFT", "ALL_ARRIVED")
 _HEADS = {
     "DIED": "{who} died; {waiting} for it at {where}{behind}",
-    "NOT_ARRIVED": "{who} has not come to {where}; {waiting} for it{behind}",
+    "NOT_ARRIVED": "{who} {has} not come to {where}; {waiting} for {it}{behind}",
     "LEFT": "{who} has left; {waiting} for it at {where}{behind}",
     "GPU_STUCK": "the GPU of {who} does not come to {where}; {waiting} for it{behind}",
     "MISMATCH": "{who} calls something else than the others at {where}",
@@ -65,6 +66,8 @@ def summary(facts: Facts) -> str:
         "who": facts.who,
         "where": facts.where,
         "why": facts.why,
+        "has": "have" if facts.several else "has",
+        "it": "them" if facts.several else "it",
         "waiting": _ranks(facts.waiting, "waits", "wait"),
         "behind": f", {facts.behind} more behind" if facts.behind else "",
         "all": _ranks(facts.waiting + facts.behind, "is blocked", "are blocked"),
@@ -74,6 +77,8 @@ def summary(facts: Facts) -> str:
     why = "" if "{why}" in _HEADS.get(facts.kind, "") else facts.why
     if facts.kind in SAID_BY_CLASS:
         why = why.partition(": ")[2]
+    if facts.several:
+        why = why.replace("its host is", "their hosts are")
     parts = [part for part in (why, facts.host) if part]
     since = f"; since {facts.since} UTC" if facts.since else ""
     return head + (f": {'; '.join(parts)}" if parts else "") + since

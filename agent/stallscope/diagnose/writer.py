@@ -93,7 +93,7 @@ class Writer:
         if incident.kind == "CANNOT_DECIDE" and verdict.kind != "CANNOT_DECIDE":
             incident.kind, incident.evidence, incident.confidence = verdict.kind, verdict.evidence, verdict.confidence
         if verdict.kind == incident.kind:
-            seen = {victim.proc for victim in incident.victims}
+            seen = {place.proc for place in (*incident.victims, *(culprit.place for culprit in incident.culprits))}
             more = [self._place(rank, verdict.comm) for rank in verdict.victims]
             incident.victims += [place for place in more if place.proc not in seen]
             self._tell(incident, verdict.why, now)
@@ -126,7 +126,7 @@ class Writer:
             return max(end.at_ns for end in ends), how
         came = [self._first_after(proc, incident.start_ns) for proc in procs]
         known = [ns for ns in came if ns is not None]
-        return (min(known) if known else now), "resolved"
+        return (max(known) if known and len(known) == len(came) else now), "resolved"
 
     def _ends(self, procs: set[int], since_ns: int) -> list[Exit]:
         ends = (self._state.processes.table[proc].exit for proc in procs)
@@ -204,6 +204,7 @@ class Writer:
             there,
             len(incident.victims) - there,
             _time_of_day(self._state, incident.start_ns) if incident.kind not in NO_BLOCK else None,
+            len(incident.culprits) > 1,
         )
         incident.summary, incident.next = summary(facts), next_step(facts)
 
@@ -288,7 +289,8 @@ def _who(places: list[Place]) -> str:
     for place in places[:MAX_NAMED]:
         rank = place.global_rank if place.global_rank is not None else place.rank
         names.append(f"rank {rank} (pid {place.pid})" if rank is not None else f"pid {place.pid}")
-    return " and ".join(names) + (f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else "")
+    names += [f"{len(places) - MAX_NAMED} more"] if len(places) > MAX_NAMED else []
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _likeliest(host: Host, issuing: set[int]) -> Task | None:
