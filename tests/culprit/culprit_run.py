@@ -76,8 +76,8 @@ class Lines:
 class Job:
     """The simulated job; its folder tells how far it is."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.folder, self.truth_file = folder, folder / "truth.json"
+    def __init__(self, folder: Path, ranks: int, *options: str) -> None:
+        self.folder, self.truth_file, self._ranks = folder, folder / "truth.json", ranks
         command = [sys.executable, "-m", "stallscope.sim.job", f"--truth={self.truth_file}", "--hold", *options]
         self.figures = tempfile.mkdtemp(prefix="stallscope-figures-")
         os.chmod(self.figures, 0o755)
@@ -107,8 +107,8 @@ class Job:
         inner = self._inner()
         if self._board is None and inner and (inner / "board").exists():
             with suppress(ValueError):  # not written yet
-                self._board = Board(inner / "board", RANKS)
-        return min(self._board.read(rank).steps for rank in range(RANKS)) if self._board else 0
+                self._board = Board(inner / "board", self._ranks)
+        return min(self._board.read(rank).steps for rank in range(self._ranks)) if self._board else 0
 
     def fault(self) -> Json:
         """What the rank at fault wrote down; empty before it happened."""
@@ -195,11 +195,11 @@ def maybe(what: Callable[[], Any], end_ns: int) -> Any:
 
 
 @contextmanager
-def a_job(*options: str) -> Iterator[Job]:
+def a_job(*options: str, layout: tuple[int, int, int] = LAYOUT) -> Iterator[Job]:
     """A job that is gone at the end, whatever happens."""
     with tempfile.TemporaryDirectory(prefix="culprit-") as folder:
-        tp, pp, dp = LAYOUT
-        job = Job(Path(folder), f"--tp={tp}", f"--pp={pp}", f"--dp={dp}", *options)
+        tp, pp, dp = layout
+        job = Job(Path(folder), tp * pp * dp, f"--tp={tp}", f"--pp={pp}", f"--dp={dp}", *options)
         try:
             yield job
         finally:

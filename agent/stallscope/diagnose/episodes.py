@@ -118,7 +118,7 @@ class Episodes:
     def _take(self, issuer: Issuer, late: Late) -> None:
         proc = issuer.process.proc
         blocks = self._blocks.setdefault(proc, deque(maxlen=BLOCKS))
-        if any(block.shared_ns(late) > 0 for block in blocks):
+        if any(2 * block.shared_ns(late) >= late.at_ns - late.since_ns for block in blocks):
             return  # other communicators, and later operations, that waited for the same absence
         blocks.append(_Block(late.since_ns, late.at_ns))
         key = (self._state.operations.key_of[late.comm], proc)

@@ -175,6 +175,8 @@ def _arrived(replay: Replay, stuck: list[int], standing: dict[int, list[int]], k
              why: str) -> Verdict:  # fmt: skip
     here = replay.at[key]
     since_ns = max(min(replay.op(r, i).enter_ns for r, i in here.items()), 0)
+    if evidence == "api":  # the first that may not be done is often one that is: nobody waited yet
+        since_ns = max(since_ns, min((s for r in stuck if (s := replay.view.ranks[r].since_ns) is not None), default=0))
     where = tuple((rank, key if rank in here else replay.op(rank, standing[rank][0]).key) for rank in sorted(standing))
     cascade = tuple(c for c in _comms_of(replay, tuple(stuck)) if c != key[0])
     return Verdict("ALL_ARRIVED", (), key, int(key[0]), since_ns, tuple(stuck), cascade, evidence, "low", why, where)

@@ -18,6 +18,7 @@ PASSED_ON = (
     "load_time",
     "loaders",
     "warm_up",
+    "host_jitter",
 )
 SWITCHES = ("uneven",)  # passed on, too
 
@@ -39,6 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint-write", type=float, default=0.0, help="seconds that writing takes at least")
     parser.add_argument(
         "--warm-up", type=float, default=0.0, help="seconds that the last rank's first steps take longer (lazy init)"
+    )
+    parser.add_argument(
+        "--host-jitter",
+        type=float,
+        default=0.0,
+        help="ms that a host is busy before each NCCL call (mean, exponential)",
     )
     parser.add_argument("--uneven", action="store_true", help="the last batch of the last data parallel ranks is short")
     parser.add_argument(
@@ -72,8 +79,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--duration, --slowness and --checkpoint-every must be greater than 0")
     if min(1 if size is None else size for size in (args.ranks, args.tp, args.pp, args.dp)) < 1:
         parser.error("--ranks, --tp, --pp and --dp must be greater than 0")
-    if min(args.ahead, args.steps, args.checkpoint_write, args.load_time, args.loaders, args.warm_up) < 0:
-        parser.error("--ahead, --steps, --checkpoint-write, --load-time, --loaders and --warm-up must not be negative")
+    counts = (
+        args.ahead,
+        args.steps,
+        args.checkpoint_write,
+        args.load_time,
+        args.loaders,
+        args.warm_up,
+        args.host_jitter,
+    )
+    if min(counts) < 0:
+        parser.error("a number of operations, steps, loaders, seconds or milliseconds must not be negative")
     try:
         plan = parse_fault(args.fault) if args.fault else None
         args.layout = _layout(args, plan is not None and plan.kind == "send-send")

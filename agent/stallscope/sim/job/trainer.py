@@ -80,6 +80,7 @@ class Trainer:
         slowness = args.slowness if self.rank == args.slow_rank else 1.0
         self.kernel_ns = int(KERNEL_NS * slowness)
         self.in_step = args.ahead == 0
+        self.host_jitter_s = args.host_jitter / 1e3
         self.checkpoint_every_s, self.checkpoint_write_s = args.checkpoint_every, args.checkpoint_write
         self.folder = Path(args.folder)
         self.random = random.Random(args.seed * 1000 + self.rank)  # noqa: S311
@@ -151,7 +152,14 @@ class Trainer:
         what = (self.device.batch, self.host_batch, ctypes.c_size_t(BATCH_BYTES), HOST_TO_DEVICE, self.device.stream)
         self.runtime.wait("cudaMemcpyAsync", *what)
 
+    def dawdle(self) -> None:
+        """What a host does between its calls, by chance more or less."""
+        if self.host_jitter_s:
+            time.sleep(self.random.expovariate(1 / self.host_jitter_s))
+
     def do(self, item: Item) -> None:
+        if isinstance(item, Call | Transfer):
+            self.dawdle()
         if isinstance(item, Launch):
             self.launch(item.kernel, item.times)
         elif isinstance(item, Call):
