@@ -12,14 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import STALLSCOPE, TARGETS, Program, Tracer
+from harness import BACKEND, STALLSCOPE, TARGETS, Program, Tracer
 
 pytestmark = pytest.mark.usefixtures("needs_bpf")
 
 
 def attach(*words: str | Path | int, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    command = [*prefix, *STALLSCOPE, "attach", *map(str, words)]
+    command = [*prefix, *STALLSCOPE, "attach", *BACKEND, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -137,7 +137,7 @@ def test_recording_belongs_to_the_caller_under_sudo(tmp_path: Path) -> None:
     with Program([TARGETS / "million", "100", "1", "300"]) as program:
         program.wait_for("ready")
         refused = subprocess.run(
-            [*STALLSCOPE, "attach", str(program.pid), "-o", str(tmp_path / "no")],
+            [*STALLSCOPE, "attach", *BACKEND, str(program.pid), "-o", str(tmp_path / "no")],
             env=environment, capture_output=True, text=True,
         )  # fmt: skip
         assert refused.returncode in (1, 3)
@@ -191,7 +191,10 @@ def test_reader_of_the_report_gone() -> None:
     with Program([TARGETS / "million", "100", "1", "300"]) as program:
         program.wait_for("ready")
         tracer = subprocess.Popen(
-            [*STALLSCOPE, "attach", str(program.pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*STALLSCOPE, "attach", *BACKEND, str(program.pid)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert tracer.stdout is not None
         tracer.stdout.close()
@@ -210,7 +213,7 @@ def test_interrupted_during_the_start() -> None:
         program.wait_for("ready")
         for delay in (0.1, 0.4, 0.7):
             tracer = subprocess.Popen(
-                [*STALLSCOPE, "attach", str(program.pid)],
+                [*STALLSCOPE, "attach", *BACKEND, str(program.pid)],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
             time.sleep(delay)

@@ -9,13 +9,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 from harness import STALLSCOPE, TARGETS, Program, Tracer, balance, counts, recorded
 
 from stallscope.wire.hook_table import BY_NAME
 
-pytestmark = pytest.mark.usefixtures("needs_bpf")
+pytestmark = pytest.mark.usefixtures("needs_bpf", "by_bcc")
 WAYS = ("exported", "private", "inside")
+
+
+@pytest.fixture
+def by_bcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users attach: bcc compiles."""
+    monkeypatch.setattr(harness, "BACKEND", [])
 
 
 def hooked(truth: dict[str, int]) -> Counter[str]:

@@ -75,7 +75,7 @@ def test_killed_at_a_random_moment(turn: int, places: dict[Path, list[tuple[int,
     environment = {"STALLSCOPE_SIM_DRIVER": "exported", "MILLION_LINGER": "1"}
     with Program(WORDS, env=environment) as program:
         program.wait_for("ready")
-        with Tracer([program.pid], "--sample", "1/2") as tracer:
+        with Tracer([program.pid], "--sample", "1/2", "--backend", "auto") as tracer:
             program.say()
             time.sleep(chance.uniform(0.05, 1.8))
             pids = named(tracer)
