@@ -161,6 +161,8 @@ class Blame:
         """(kind, calls, whether sure). Between explanations that fit equally well the numbers of calls decide,
         compared with those of the other ranks."""
         first = found.kind, found.distance
+        if found.kind == CHANGED and (EXTRA, 1) in found.rivals and self._is_last_repeat(rank, found):
+            return EXTRA, 1, False
         if not found.rivals or found.kind == CHANGED:
             return *first, True
         assert isinstance(found.got, Call) and isinstance(found.expected, Call)
@@ -181,6 +183,10 @@ class Blame:
             return EXTRA, guesses[EXTRA], is_too_many and is_seen
         kind = next(iter(guesses))
         return kind, guesses[kind], False
+
+    def _is_last_repeat(self, rank: int, found: Break) -> bool:
+        """Whether its last call is the one before it once more: too many, rather than another one that looks so."""
+        return found.at == len(self.calls(rank)[0]) - 1 and self._is_repeat(rank, found, 1)
 
     def _is_repeat(self, rank: int, found: Break, count: int) -> bool:
         """Whether calls were made once more, rather than before their time: right after the same ones. Not where the

@@ -57,7 +57,8 @@ def _last_one(replay: Replay) -> list[Verdict]:
 def _not_begun(replay: Replay, key: Key) -> list[int]:
     here = replay.at[key]
     began = {rank: replay.op(rank, index).done or replay.op(rank, index).started for rank, index in here.items()}
-    late = [rank for rank, has in began.items() if has is False]
+    # A GPU runs nothing more of what a process called that has ended: that is the process's end.
+    late = [rank for rank, has in began.items() if has is False and replay.view.ranks[rank].state != DEAD]
     if not 0 < len(late) < len(began) or None in began.values():
         return []
     return [rank for rank in late if _is_first(replay, rank, here[rank])]
