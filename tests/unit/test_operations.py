@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aggregate_kit import CALL, ENTER, START, Kit
+from aggregate_kit import CALL, ENTER, START, Kit, call
 
 from stallscope.aggregate.arrivals import Arrivals
 from stallscope.aggregate.numbering import COLLECTIVE, OTHER
 from stallscope.aggregate.ring import Ring
 from stallscope.aggregate.state import State
+from stallscope.diagnose.judge import judge
 from stallscope.diagnose.look import Looker
+from stallscope.diagnose.view import IN_SYNC, USER
 from stallscope.wire.frames import Frame, Kind
 
 POINTER = {1: 0x5000, 2: 0x6000}
@@ -208,3 +210,26 @@ def test_who_only_loaded_nccl_is_no_rank(parent: int | None, env: dict[str, str]
         job.reduce(proc)
     state = job.state()
     assert [rank.proc for rank in Looker(state, state.now_ns).view.ranks] == [1, 2]
+
+
+def test_two_ranks_of_one_process_stand_where_their_own_threads_stand() -> None:
+    kit = Kit()
+    kit.process(1, pid=4001)
+    kit.link("NCCL")
+    for rank, pointer in enumerate(POINTER.values()):
+        kit.init_rank(rank, pointer=pointer)
+        kit.now += 6_000_000
+    for n in range(4):
+        for rank, pointer in enumerate(POINTER.values()):
+            if (n, rank) != (3, 1):
+                words = (1, 2, 8, 7, 0, pointer, STREAM)
+                kit.recs.append(kit.record("ncclAllReduce", ENTER, tid=100 + rank, n=n, a=words))
+                kit.count("ncclAllReduce", calls=1)
+    kit.inflight([[1, 100, [call("cudaStreamSynchronize", kit.now, a=(STREAM,))]]], at=kit.now)
+    kit.add(Kind.TICK, at_ns=kit.now)
+    state = State()
+    for kind, body in kit.frames:
+        state.apply(Frame(kind, body))
+    view = Looker(state, state.now_ns).view
+    assert [rank.state for rank in view.ranks] == [IN_SYNC, USER]
+    assert [(verdict.kind, verdict.culprits) for verdict in judge(view)] == [("NOT_ARRIVED", (1,))]

@@ -82,10 +82,11 @@ class Looker:
         procs = [p for p in table.values() if p.proc in self.state.operations.issuers or p.has_library("NCCL", hooks)]
         procs = [p for p in procs if self._takes_part(p, procs)]
         for process in sorted(procs, key=lambda p: (p.global_rank is None, p.global_rank or 0, p.order)):
-            for lane in range(self._lane_count(process)):
+            lanes = self._lane_count(process)
+            for lane in range(lanes):
                 self._index[process.proc, lane] = len(self.view.ranks)
                 self.owners.append((process.proc, lane))
-                self.view.ranks.append(self._rank(process))
+                self.view.ranks.append(self._rank(process, lane if lanes > 1 else None))
 
     def _takes_part(self, process: Process, procs: list[Process]) -> bool:
         """A process that loaded NCCL and never called it is a rank only while it is there and its peers may wait.
@@ -116,7 +117,7 @@ class Looker:
             most = max(most, len(places))
         return most
 
-    def _rank(self, process: Process) -> Rank:
+    def _rank(self, process: Process, lane: int | None) -> Rank:
         rank = Rank(process.proc, process.global_rank, USER)
         issuer = self.state.operations.issuers.get(process.proc)
         rank.gap = bool(issuer and issuer.missing)
@@ -126,17 +127,23 @@ class Looker:
         elif self.view.now_ns - self.state.ticked_ns > STALE_NS:
             rank.state = UNKNOWN
         else:
-            self._host(rank, issuer)
+            self._host(rank, issuer, self._threads(process, issuer, lane))
         return rank
 
-    def _host(self, rank: Rank, issuer: Issuer | None) -> None:
-        """What its threads are inside: of those that issue operations, and the main thread, else of any."""
+    def _threads(self, process: Process, issuer: Issuer | None, lane: int | None) -> set[int]:
+        """Those that issue operations, and the main one; where the process is several ranks, those that issue its."""
+        if issuer is None or lane is None:
+            return {process.pid, *(issuer.tids if issuer else ())}
+        mine = [pointer for (proc, pointer), at in self._lanes.items() if (proc, at) == (process.proc, lane)]
+        rows = issuer.log.newest(WINDOW)
+        return set(rows["tid"][np.isin(rows["pointer"], np.array(mine, np.uint64))].tolist())
+
+    def _host(self, rank: Rank, issuer: Issuer | None, own: set[int]) -> None:
+        """What its threads are inside, else any of the process where none has issued anything."""
         found = [(t.tid, c.ts_ns, c.hook, c.a) for t in self.state.flight.waiting() if t.proc == rank.proc
                  for c in t.calls[:1]]  # fmt: skip
         guessed = (i for i in self.state.flight.inferred.values() if i.proc == rank.proc)
         found += [(i.tid, i.since_ns, i.hook, []) for i in guessed]
-        own = set(issuer.tids) if issuer else set()
-        own.add(self.state.processes.table[rank.proc].pid)
         calls = [call for call in found if call[0] in own] or ([] if issuer and issuer.tids else found)
         kinds = (*WAITING_KINDS, *NCCL_KINDS)
         calls = [call for call in calls if self.state.hooks.get(call[2]).kind in kinds]
