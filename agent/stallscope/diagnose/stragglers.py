@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stallscope.aggregate.state import State
 from stallscope.diagnose.completed import CLEAR_NS, Completed
 
-__all__ = ["Straggler", "stragglers"]
+__all__ = ["Straggler", "colleagues", "stragglers"]
 
 WINDOWS = (48, 96, 256)
 ENOUGH = 25
@@ -29,7 +29,8 @@ OFTEN = 1.5
 class Straggler(NamedTuple):
     """A rank that came last in `percent` of the newest operations that had a clear last one, then by `own_ns` (median).
 
-    others: ranks whose delay can't be told from its own; empty where it is the only one.
+    others: ranks whose delay can't be told from its own; empty where it is the only one. cost: the share of the time
+    that it cost the others.
     """
 
     comm: int
@@ -38,6 +39,7 @@ class Straggler(NamedTuple):
     percent: int
     own_ns: int
     operations: int
+    cost: float
     others: tuple[int, ...] = ()
     why: str = ""
 
@@ -58,6 +60,17 @@ def stragglers(state: State, completed: Completed) -> list[Straggler]:
         _root(state, completed, group, together, owners) for group, together in _groups(state, found, owners, tied)
     )
     return [root for root in roots if root is not None]
+
+
+def colleagues(state: State, proc: int) -> set[int]:
+    """All processes that are connected with one by communicators, and it itself."""
+    owners = _owners(state)
+    groups = [_members(comm, owners) for comm in {comm for comm, _ in owners}]
+    found, grows = {proc}, True
+    while grows:
+        near = found.union(*(group for group in groups if group & found))
+        grows, found = len(near) > len(found), near
+    return found
 
 
 def _meaningful(state: State, comm: int, rows: NDArray[Any]) -> NDArray[Any]:
@@ -93,9 +106,10 @@ def _in_window(comm: int, rows: NDArray[Any], nranks: int) -> Straggler | None:
     span_ns = int(rows[-1, 2] - rows[0, 2])
     if sigmas < SIGMAS or times[rank] < LEAST_TIME_SHARE * times.sum():
         return None
-    if own_ns < LEAST_OWN_NS or times[rank] < LEAST_COST * span_ns:
+    cost = float(times[rank]) / span_ns if span_ns else 0.0
+    if own_ns < LEAST_OWN_NS or cost < LEAST_COST:
         return None
-    return Straggler(comm, rank, -1, round(100 * len(mine) / total), own_ns, total)
+    return Straggler(comm, rank, -1, round(100 * len(mine) / total), own_ns, total, cost)
 
 
 def _owners(state: State) -> Owners:

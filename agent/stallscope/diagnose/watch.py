@@ -12,7 +12,7 @@ from stallscope.diagnose.judge import judge
 from stallscope.diagnose.look import Looker
 from stallscope.diagnose.mismatches import Silent
 from stallscope.diagnose.pairs import settle_pairs
-from stallscope.diagnose.stragglers import stragglers
+from stallscope.diagnose.stragglers import colleagues, stragglers
 from stallscope.diagnose.summing import collectives
 from stallscope.diagnose.verdict import Verdict
 from stallscope.diagnose.writer import Writer
@@ -25,6 +25,9 @@ TIMES_P99 = 5
 CREATION_NS = 2_800_000_000
 CONFIRM_NS = 1_000_000_000
 SLOW_FOR_NS = 450_000_000
+# What costs little may be other work on the machine, and soon over.
+MILD_COST, MILD_FOR_NS = 0.2, 5_000_000_000
+ONE_AT_A_TIME_NS = 30_000_000_000
 LOOK_EVERY_NS = 400_000_000
 STRAGGLERS_EVERY_NS = 250_000_000
 QUIET_NS = 700_000_000
@@ -62,7 +65,7 @@ class Watch:
         self._silent = Silent(self._state, self._completed)
         self._suspects: dict[Name, _Suspect] = {}
         self._next_look_ns = self._next_stragglers_ns = 0
-        self._straggling: set[int] = set()
+        self._straggling: dict[int, int] = {}  # process -> when it was last seen to be one
         self._slow_since: dict[int, int] = {}
         self._counted: list[tuple[int, dict[int, int]]] = []
 
@@ -201,13 +204,20 @@ class Watch:
             return
         self.incidents.append(incident)
 
+    def _has_told_another(self, proc: int, now: int) -> bool:
+        recent = {other for other, seen_ns in self._straggling.items() if now - seen_ns < ONE_AT_A_TIME_NS}
+        return bool(recent) and not recent.isdisjoint(colleagues(self._state, proc))
+
     def _stragglers(self, now: int) -> None:
-        """Those that stay ones for a while."""
+        """Those that stay ones for a while. Who works with one that was told is late because of it, as a rule."""
         found = {one.proc: one for one in stragglers(self._state, self._completed)}
         self._slow_since = {proc: self._slow_since.get(proc, now) for proc in found}
         for proc, since_ns in self._slow_since.items():
-            if now - since_ns >= SLOW_FOR_NS and proc not in self._straggling:
-                self._straggling.add(proc)
+            least_ns = SLOW_FOR_NS if found[proc].cost >= MILD_COST else MILD_FOR_NS
+            if proc in self._straggling:
+                self._straggling[proc] = now
+            elif now - since_ns >= least_ns and not self._has_told_another(proc, now):
+                self._straggling[proc] = now
                 looker = Looker(self._state, now)
                 self._open(Writer(self._state, looker).straggler(found[proc], len(self.incidents) + 1, now))
 
