@@ -169,8 +169,8 @@ stream = rt.stream()
 import threading
 def work():
     while True:
-        rt.launch(stream, 10_000_000)
-        time.sleep(0.02)
+        rt.launch(stream, 100_000_000)
+        time.sleep(0.2)
 threading.Thread(target=work, daemon=True).start()
 """
     with program(text):

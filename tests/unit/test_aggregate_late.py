@@ -304,10 +304,10 @@ def test_many_are_turned_away() -> None:
     kit = processes(1)
     for i in range(9000):
         comm(kit, 1, 0x10000 + i, 0, hash_=i + 1)
-    begin = time.monotonic()
+    begin = time.process_time()
     state = kit.state()
     assert len(state.communicators.table) == 4096
-    assert time.monotonic() - begin < 20
+    assert time.process_time() - begin < 20
     many = processes(1)
     for i in range(2000):
         comm(many, 1, 0x10000 + i, 0)

@@ -209,7 +209,7 @@ def test_a_stopped_poller_delays_nothing() -> None:
     for _ in range(1000):
         poller.forward(outbox, time.monotonic_ns())  # type: ignore[arg-type]
     poller.close()
-    assert time.monotonic() - begin < 2 and outbox.sent == []
+    assert time.monotonic() - begin < 10 and outbox.sent == []
 
 
 def test_one_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,7 @@ def test_a_waiting_or_vanished_thread_gives_no_sample(build: Build) -> None:
     with running([str(build("-O2", "-O2")), "device"]) as pid:
         started = time.monotonic()
         assert sample_running(pid) == []
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 5
     assert sample_running(pid) == []
     assert read_blocked(pid, pid) is None
     assert read_memory(pid, [(4096, 8)]) == [b""]

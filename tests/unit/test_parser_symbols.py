@@ -158,10 +158,10 @@ def test_hostile_counts_end_fast(tmp_path: Path) -> None:
                 if struct.unpack_from("<Q", data, at)[0] == tag:
                     struct.pack_into("<Q", data, at + 8, value)
             path.write_bytes(data)
-            started = time.monotonic()
+            started = time.process_time()
             with suppress(ParseError):
                 symbols(path)
-            assert time.monotonic() - started < 1
+            assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("which", ["real_cudart", "real_nccl"])
@@ -174,9 +174,9 @@ def test_real_libraries_agree_with_pyelftools(which: str, request: pytest.Fixtur
             s.name: s["st_value"] for s in table.iter_symbols()
             if s["st_info"]["type"] == "STT_FUNC" and s["st_shndx"] != "SHN_UNDEF"
         }  # fmt: skip
-    started = time.monotonic()
+    started = time.process_time()
     answer = symbols(Path(path), list(functions))
-    elapsed = time.monotonic() - started
+    elapsed = time.process_time() - started
     assert {name: s[3] for name, s in answer["symbols"].items()} == functions
     assert elapsed < 0.1
     with open(path, "rb") as file:

@@ -162,14 +162,14 @@ def test_somebody_else_listens(talk: Talk, why: str) -> None:
     # A reset instead of a clean end is as good an answer.
     with server(talk) as port, pytest.raises(RasProblem, match=f"{why}|reset|Broken pipe"):
         ask(port, time_out_s=0.5)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 10
 
 
 def test_an_answer_that_does_not_end_is_cut_in_time() -> None:
     begin = time.monotonic()
     with server(hang_later) as port:
         answer = ask(port, time_out_s=0.5)
-    assert answer is not None and answer.cut and time.monotonic() - begin < 3
+    assert answer is not None and answer.cut and time.monotonic() - begin < 10
     said = read_answer(answer.text, cut=answer.cut)
     assert said.says == "NCCL 2.28.9; its answer is too long or too late: only its beginning came"
     assert said.detail == {"nccl_version": "2.28.9", "pids": [], "hashes": [], "cut": True}
