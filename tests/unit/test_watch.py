@@ -201,3 +201,24 @@ def test_ranks_that_start_late_are_one_incident() -> None:
     summary = follower.watch.incidents[0].summary
     assert "rank 1 (pid 4002), rank 2 (pid 4003) and rank 3 (pid 4004) have not come to ncclCommInitRank on" in summary
     assert "1 rank waits for them: their hosts are in no CUDA or NCCL call that waits" in summary
+
+
+def test_who_gives_up_over_a_block_is_no_new_culprit() -> None:
+    """PyTorch's watchdog aborts rank 0, which waited; rank 1 comes at last, and waits for the dead one."""
+    job = Blocked()
+    job.wait()
+    job.run(4)
+    job.add(Kind.EXIT, proc=1, at_ns=job.clock, code=None, signal=6)
+    job.run(0.5, waits=False)
+    job.reduce(2, at=job.clock)
+    job.reduce(2, at=job.clock + MS)
+    job.waiting_since = job.clock + 2 * MS
+    hook, a = BY_NAME["cudaStreamSynchronize"].id, [STREAM, *[0] * 7]
+    for _ in range(24):
+        job.clock += TICK_NS
+        rows = [[2, 4002, [[hook, job.waiting_since, 1, 0, a]]]]
+        job.add(Kind.INFLIGHT, at_ns=job.clock, final=False, rows=rows)
+        job.add(Kind.TICK, at_ns=job.clock)
+    for kind, body in job.frames[job.sent :]:
+        job.follower.apply(Frame(kind, body))
+    assert [told(incident) for incident in job.follower.watch.incidents] == [("NOT_ARRIVED", [1], "timed_out")]

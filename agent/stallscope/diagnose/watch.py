@@ -154,7 +154,7 @@ class Watch:
     def _consider(self, looker: Looker, verdict: Verdict, now: int) -> None:
         name = self._name(looker, verdict)
         suspect = self._suspects.get(name)
-        if self._have_ended(looker, verdict):
+        if self._have_ended(looker, verdict) or self._is_consequence(looker, verdict):
             return
         if now - verdict.since_ns < self._threshold_ns(looker, verdict):
             return
@@ -171,6 +171,16 @@ class Watch:
         """Whether nobody is left whom the block could concern, as after the end of a job."""
         ranks = (*verdict.culprits, *verdict.victims)
         return bool(ranks) and all(looker.process_of(rank).exit is not None for rank in ranks)
+
+    def _is_consequence(self, looker: Looker, verdict: Verdict) -> bool:
+        """Whether those at fault are some who waited in a block that was told, and gave up or ended over it."""
+        procs = {looker.owners[rank][0] for rank in verdict.culprits}
+        for incident in self.incidents:
+            waited = {place.proc for place in incident.victims}
+            gave_up = incident.outcome == "timed_out" or (incident.outcome == "running" and verdict.kind == "DIED")
+            if procs and procs <= waited and gave_up:
+                return True
+        return False
 
     def _name(self, looker: Looker, verdict: Verdict) -> Name:
         """The same block has the same name at the next look: by who is at fault, else all undecided are one."""
