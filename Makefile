@@ -19,6 +19,7 @@ PROBES := $(wildcard probes/*.h probes/*.c) native/wire.h
 BPF_OBJECT := $(BUILD)/probes/stallscope.bpf.o
 NO_COOKIES_OBJECT := $(BUILD)/probes/stallscope.nocookies.bpf.o
 MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
+SHIM := $(BUILD)/shim/libstallscope.so
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
 .PHONY: help build generate demo test test-unit test-root test-libs test-torch test-culprit test-gpu lint fuzz bench clean
@@ -43,7 +44,7 @@ $(VENV)/installed.stamp: $(BUILD)/apt.stamp pyproject.toml setup.py
 	  $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[dev]'; } $(QUIET)
 	@touch $@
 
-$(BUILD)/drain.stamp: $(VENV)/installed.stamp $(wildcard native/drain/*) native/wire.h
+$(BUILD)/drain.stamp: $(VENV)/installed.stamp $(wildcard native/drain/*) native/wire.h native/shim/segment.h
 	$(call say,cc,native/drain)
 	$(Q)$(PY) native/drain/build_drain.py $(QUIET)
 	@touch $@
@@ -56,7 +57,11 @@ $(BPF_OBJECT) $(NO_COOKIES_OBJECT): $(BUILD)/apt.stamp $(PROBES)
 	  -I/usr/include/$(MULTIARCH) -Inative -Iprobes -c probes/stallscope.bpf.c -o $@
 	$(Q)llvm-strip -g $@ 2>/dev/null || true
 
-build: $(BUILD)/drain.stamp $(BPF_OBJECT) $(NO_COOKIES_OBJECT) ## everything that is compiled
+$(SHIM): $(BUILD)/apt.stamp $(wildcard native/shim/*) native/wire.h probes/hooks.def probes/gen_hooks.py probes/gen_shim.py
+	$(call say,make,native/shim)
+	$(Q)$(MAKE) -s -C native/shim OUT=../../$(BUILD)/shim PYTHON=$(PYTHON) V=$(V)
+
+build: $(BUILD)/drain.stamp $(SHIM) $(BPF_OBJECT) $(NO_COOKIES_OBJECT) ## everything that is compiled
 	$(call say,make,native/sim tests/targets)
 	$(Q)$(MAKE) -s -C native/sim OUT=../../$(BUILD)/sim V=$(V)
 	$(Q)$(MAKE) -s -C tests/targets OUT=../../$(BUILD)/targets V=$(V)

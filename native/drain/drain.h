@@ -76,6 +76,56 @@ int btf__open(const char *path, struct btf **out);
 void btf__close(struct btf *b);
 int64_t btf__offset(const struct btf *b, const char *type, const char *member);
 
+/* segment.c, segcounts.c: the shared memory of a process with libstallscope.so in it (native/shim/segment.h). */
+struct segment;
+struct seg_clock { /* two readings of the counter beside CLOCK_MONOTONIC; counter[0] < counter[1] */
+  uint64_t counter[2], mono_ns[2];
+};
+struct segment_facts {
+  uint32_t version, pid, uid, n_blocks;
+  uint64_t start_ticks, counter, mono_ns, real_ns, ticks_per_s, settings, readers;
+  uint64_t hooks[7];  /* bit per hook id */
+  uint32_t is_mapped; /* a sealed memfd; else every look is a read */
+};
+struct segment_thread {
+  uint32_t tid, state; /* state: 1 alive, 2 ended */
+  uint64_t calls;      /* all threads that had this block */
+};
+struct segment_comm {
+  uint64_t comm, next, last_hook, last_count, last_type;
+  int32_t rank, nranks; /* -1 = not seen */
+  uint32_t errors, made_by;
+  uint64_t has_uid;
+  uint8_t uid[128];
+};
+enum segment_loss {
+  SEGMENT_OVERWRITTEN = 0,
+  SEGMENT_VITAL_FULL = 1,
+  SEGMENT_NO_RING = 2,
+  SEGMENT_BUSY = 3,
+  SEGMENT_STALE = 4,
+  SEGMENT_NO_COMM = 5,
+  SEGMENT_UNWRAPPED = 6,
+  SEGMENT_HELLO = 7,
+  SEGMENT_CORRUPT = 8,
+  SEGMENT_COMMS_MADE = 9,
+  SEGMENT_LOSSES = 10,
+};
+int segment__open(int fd, struct segment **out, const char **why); /* -EPROTO: *why says what is wrong */
+void segment__close(struct segment *s);
+void segment__facts(const struct segment *s, struct segment_facts *out);
+int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b);
+uint64_t segment__pending(struct segment *s); /* records that a drain has not taken yet */
+int segment__counts(struct segment *s, struct counters_delta *out);
+int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct wire_row *out,
+                      uint32_t max);
+void segment__losses(struct segment *s, uint64_t *out);
+int segment__set(struct segment *s, uint64_t settings, uint64_t long_ns);
+int segment__threads(struct segment *s, struct segment_thread *out, uint32_t max);
+int segment__comms(struct segment *s, struct segment_comm *out, uint32_t max);
+uint64_t segment__pair(uint64_t *counter, uint64_t *mono_ns); /* half the width of the reading, ns */
+uint64_t segment__to_ns(const struct segment *s, const struct seg_clock *c, uint64_t ticks);
+
 /* syscalls.c */
 int sys__bpf(int command, void *attr, uint32_t size);
 int sys__perf_event_open(void *attr, int pid, int cpu, int group, uint64_t flags);

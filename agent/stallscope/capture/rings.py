@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from stallscope.capture._drain import ffi, lib
 
-__all__ = ["Comms", "Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
-           "SlotCounters", "Slots", "Spans", "Thread"]  # fmt: skip
+__all__ = ["MAX_UIDS", "REC_BYTES", "UID_BYTES", "Comms", "Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges",
+           "Ring", "Rows", "Slot", "SlotChanges", "SlotCounters", "Slots", "Spans", "Thread",
+           "inflight_rows"]  # fmt: skip
 
 REC_BYTES, UID_BYTES = 104, 232
 MAX_UIDS = 1024
@@ -177,6 +178,12 @@ def _inflight_row(row: bytes) -> InflightRow:
     return InflightRow(owner >> 32, owner & 0xFFFFFFFF, slot, calls, depth, frames)
 
 
+def inflight_rows(data: bytes) -> list[InflightRow]:
+    """`wire_row` structs back to back, unpacked."""
+    size = ffi.sizeof("struct wire_row")
+    return [_inflight_row(data[at : at + size]) for at in range(0, len(data), size)]
+
+
 class Rows(_View):
     """The thread table, read while its threads run."""
 
@@ -195,8 +202,7 @@ class Rows(_View):
 
     def inflight(self) -> list[InflightRow]:
         """Threads that are inside a paired call now."""
-        data, size = self.inflight_bytes(), ffi.sizeof("struct wire_row")
-        return [_inflight_row(data[at : at + size]) for at in range(0, len(data), size)]
+        return inflight_rows(self.inflight_bytes())
 
     def rows_of_tgid(self, tgid: int) -> list[Thread]:
         """Threads of one process that have a row."""

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What segment.c and segcounts.c share. A segment is written by a program that nobody trusts: sizes are checked once on
+ * a copy, everything later is masked or compared with them. */
+#ifndef STALLSCOPE_SEG_H
+#define STALLSCOPE_SEG_H
+#include <stdbool.h>
+#include "drain.h"
+#include "../shim/segment.h"
+
+struct seg_reader { /* of one block */
+  uint64_t tail, vital_tail;
+  uint32_t tid;
+  bool behind; /* records were overwritten that are not told apart by hook yet */
+  uint64_t overwritten;
+  uint64_t drained[WIRE_HOOKS], missed[WIRE_HOOKS];
+};
+
+struct segment {
+  int fd;
+  uint8_t *map;             /* NULL: a file, read piece by piece */
+  struct seg_header header; /* as it was when opened */
+  struct seg_reader *readers[SEG_BLOCKS];
+  uint32_t next; /* the block to begin with */
+  uint64_t corrupt;
+  uint64_t told[WIRE_HOOKS]; /* bulk records given out */
+  struct wire_count last[WIRE_HOOKS];
+  struct {
+    uint64_t n, sum_ns, max_ns, in_hist;
+  } marks[WIRE_TIMES];
+};
+
+bool seg_copy(const struct segment *s, uint64_t at, void *out, size_t bytes);
+uint64_t seg_word(const struct segment *s, uint64_t at);        /* acquire */
+void seg_store(struct segment *s, uint64_t at, uint64_t value); /* release */
+uint32_t seg_used(const struct segment *s);
+uint64_t seg_block_at(const struct segment *s, uint32_t block);
+struct seg_reader *seg_reader_of(struct segment *s, uint32_t block); /* NULL: no memory */
+
+#define SEG_FIELD(s, block, field) (seg_block_at(s, block) + offsetof(struct seg_block, field))
+#endif

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+/* Reading a segment: counters, calls under way, communicators, settings. */
+#define _GNU_SOURCE
+#include "seg.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define TRIES 100
+
+static void add(struct wire_count *sum, const struct wire_count *row) {
+  sum->calls += row->calls;
+  sum->nested += row->nested;
+  sum->errors += row->errors;
+  sum->lost += row->lost;
+  sum->sampled_out += row->sampled_out;
+  sum->filtered += row->filtered;
+}
+
+/* Which hooks' records were overwritten: what was written less what was read, at a moment when nothing is left to read. */
+static void tell_overwritten_apart(struct segment *s, uint32_t block, struct seg_reader *r,
+                                   const struct wire_count *rows, uint64_t head) {
+  if (!r->behind || head != r->tail || seg_word(s, SEG_FIELD(s, block, head)) != head) return;
+  r->behind = false;
+  r->overwritten = 0;
+  for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
+    r->missed[i] = rows[i].reserved[0] > r->drained[i] ? rows[i].reserved[0] - r->drained[i] : 0;
+    r->overwritten += r->missed[i];
+  }
+}
+
+static int sum_counts(struct segment *s, struct wire_count *sums) {
+  struct wire_count rows[WIRE_HOOKS];
+  seg_copy(s, SEG_HOMELESS_AT, sums, WIRE_HOOKS * sizeof(*sums));
+  for (uint32_t block = 0; block < seg_used(s); block++) {
+    struct seg_reader *r = seg_reader_of(s, block);
+    if (!r) return -ENOMEM;
+    uint64_t head = seg_word(s, SEG_FIELD(s, block, head));
+    seg_copy(s, seg_block_at(s, block) + SEG_COUNTS_AT, rows, sizeof(rows));
+    tell_overwritten_apart(s, block, r, rows, head);
+    for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
+      add(&sums[i], &rows[i]);
+      sums[i].lost += r->missed[i];
+    }
+  }
+  for (uint32_t i = 0; i < WIRE_HOOKS; i++) sums[i].reserved[0] = sums[i].reserved[1] = 0;
+  return 0;
+}
+
+static void sum_time(const struct segment *s, uint32_t time_id, struct wire_time *sum) {
+  struct wire_time row;
+  memset(sum, 0, sizeof(*sum));
+  for (uint32_t block = 0; block < seg_used(s); block++) {
+    seg_copy(s, seg_block_at(s, block) + SEG_TIMES_AT + time_id * sizeof(row), &row, sizeof(row));
+    sum->n += row.n;
+    sum->sum_ns += row.sum_ns;
+    if (row.max_ns > sum->max_ns) sum->max_ns = row.max_ns;
+    for (int i = 0; i < WIRE_BUCKETS; i++) sum->hist[i] += row.hist[i];
+  }
+}
+
+static void tell_time(struct segment *s, uint32_t time_id, struct counters_delta *out) {
+  struct wire_time *t = &out->times[out->n_times];
+  uint64_t in_hist = 0;
+  if (time_id >= WIRE_TIMES) return;
+  sum_time(s, time_id, t);
+  for (int i = 0; i < WIRE_BUCKETS; i++) in_hist += t->hist[i];
+  if (t->n == s->marks[time_id].n && t->sum_ns == s->marks[time_id].sum_ns && in_hist == s->marks[time_id].in_hist &&
+      t->max_ns == s->marks[time_id].max_ns)
+    return;
+  s->marks[time_id].n = t->n;
+  s->marks[time_id].sum_ns = t->sum_ns;
+  s->marks[time_id].max_ns = t->max_ns;
+  s->marks[time_id].in_hist = in_hist;
+  out->timed[out->n_times++] = (uint16_t)time_id;
+}
+
+int segment__counts(struct segment *s, struct counters_delta *out) {
+  struct wire_count sums[WIRE_HOOKS];
+  out->n_counts = out->n_times = 0;
+  int ret = sum_counts(s, sums);
+  if (ret) return ret;
+  for (uint16_t i = 0; i < WIRE_HOOKS; i++) {
+    if (!sums[i].calls) continue;
+    if (memcmp(&sums[i], &s->last[i], sizeof(sums[i]))) {
+      s->last[i] = sums[i];
+      out->hooks[out->n_counts] = i;
+      out->counts[out->n_counts++] = sums[i];
+    }
+    if (s->header.words[i].is_call) continue;
+    for (uint32_t nested = 0; nested < 2 && out->n_times < WIRE_TIMES; nested++)
+      tell_time(s, s->header.words[i].time_id + nested, out);
+  }
+  return 0;
+}
+
+/* Frame by frame. Its thread writes t0 first and shows it by depth: with the same t0 before and after, it is whole. */
+static bool copy_frame(const struct segment *s, uint32_t block, uint32_t index, struct seg_frame *out) {
+  uint64_t at = SEG_FIELD(s, block, frames) + index * sizeof(*out);
+  for (int i = 0; i < TRIES; i++) {
+    uint64_t t0 = seg_word(s, at);
+    uint32_t depth = (uint32_t)seg_word(s, SEG_FIELD(s, block, depth));
+    if (!t0 || depth <= index) return false;
+    seg_copy(s, at, out, sizeof(*out));
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (out->t0 == t0 && seg_word(s, at) == t0) return true;
+  }
+  return false;
+}
+
+static void show_frame(const struct segment *s, const struct seg_clock *c, const struct seg_frame *f,
+                       struct wire_frame *out) {
+  uint32_t hook = f->what & 0xffff;
+  *out = (struct wire_frame){.ts_ns = segment__to_ns(s, c, f->t0),
+                             .cookie = hook,
+                             .n = (uint32_t)(f->what >> 32),
+                             .flags = (uint8_t)(f->what >> 16),
+                             .pick = 1};
+  if (f->what >> 24 & 1) {
+    memcpy(out->a, f->a, sizeof(out->a));
+    return;
+  }
+  const struct seg_words *w = &s->header.words[hook];
+  if (w->r < 8) out->a[w->r] = f->a[1] >> 48;
+  if (w->q < 8) out->a[w->q] = f->a[1] & 0xffffffffffffull;
+  if (w->p < 8) out->a[w->p] = f->a[0];
+}
+
+static uint64_t calls_of(const struct segment *s, uint32_t block) {
+  struct wire_count rows[WIRE_HOOKS];
+  uint64_t sum = 0;
+  seg_copy(s, seg_block_at(s, block) + SEG_COUNTS_AT, rows, sizeof(rows));
+  for (int i = 0; i < WIRE_HOOKS; i++) sum += rows[i].calls;
+  return sum;
+}
+
+int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct wire_row *out,
+                      uint32_t max) {
+  uint32_t n = 0;
+  for (uint32_t block = 0; block < seg_used(s) && n < max; block++) {
+    struct wire_row row = {.slot = slot};
+    for (uint32_t i = 0; i < WIRE_DEPTH; i++) {
+      struct seg_frame f;
+      if (copy_frame(s, block, i, &f) && (f.what & 0xffff) < WIRE_HOOKS) show_frame(s, c, &f, &row.f[row.depth++]);
+    }
+    if (!row.depth) continue;
+    row.owner = (uint64_t)tgid << 32 | (uint32_t)seg_word(s, SEG_FIELD(s, block, tid));
+    row.calls = calls_of(s, block);
+    out[n++] = row;
+  }
+  return (int)n;
+}
+
+void segment__losses(struct segment *s, uint64_t *out) {
+  uint64_t header[SEG_LOSSES];
+  memset(out, 0, SEGMENT_LOSSES * sizeof(*out));
+  seg_copy(s, offsetof(struct seg_header, losses), header, sizeof(header));
+  for (uint32_t block = 0; block < seg_used(s); block++) {
+    const struct seg_reader *r = seg_reader_of(s, block);
+    out[SEGMENT_OVERWRITTEN] += r ? r->overwritten : 0;
+    out[SEGMENT_VITAL_FULL] += seg_word(s, SEG_FIELD(s, block, vital_lost));
+    out[SEGMENT_BUSY] += seg_word(s, SEG_FIELD(s, block, busy));
+    out[SEGMENT_STALE] += seg_word(s, SEG_FIELD(s, block, stale));
+  }
+  out[SEGMENT_NO_RING] = header[SEG_NO_RING];
+  out[SEGMENT_NO_COMM] = header[SEG_NO_COMM];
+  out[SEGMENT_UNWRAPPED] = header[SEG_UNWRAPPED];
+  out[SEGMENT_HELLO] = header[SEG_HELLO];
+  out[SEGMENT_COMMS_MADE] = header[SEG_COMMS_MADE];
+  out[SEGMENT_CORRUPT] = s->corrupt;
+}
+
+int segment__set(struct segment *s, uint64_t settings, uint64_t long_ns) {
+  uint64_t ticks = (uint64_t)((unsigned __int128)long_ns * s->header.ticks_per_s / 1000000000u);
+  seg_store(s, offsetof(struct seg_header, long_ticks), ticks);
+  seg_store(s, offsetof(struct seg_header, settings), settings);
+  return 0;
+}
+
+int segment__threads(struct segment *s, struct segment_thread *out, uint32_t max) {
+  uint32_t n = 0;
+  for (uint32_t block = 0; block < seg_used(s) && n < max; block++) {
+    uint32_t state = (uint32_t)(seg_word(s, SEG_FIELD(s, block, depth)) >> 32);
+    if (state != SEG_ACTIVE && state != SEG_EXITED) continue;
+    uint32_t tid = (uint32_t)seg_word(s, SEG_FIELD(s, block, tid));
+    out[n++] = (struct segment_thread){.tid = tid, .state = state, .calls = calls_of(s, block)};
+  }
+  return (int)n;
+}
+
+int segment__comms(struct segment *s, struct segment_comm *out, uint32_t max) {
+  uint32_t n = 0;
+  _Static_assert(sizeof(struct segment_comm) == sizeof(struct seg_comm), "segment_comm");
+  for (uint32_t row = 0; row < 1u << SEG_COMM_BITS && n < max; row++) {
+    seg_copy(s, SEG_COMMS_AT + row * sizeof(struct seg_comm), &out[n], sizeof(*out));
+    if (out[n].comm) n++;
+  }
+  return (int)n;
+}

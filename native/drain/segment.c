@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: Apache-2.0
+/* Reading a segment: opening, records, calls under way. */
+#define _GNU_SOURCE
+#include "seg.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef F_GET_SEALS
+#define F_GET_SEALS 1034
+#endif
+#define SEAL_SHRINK 2
+#define CHUNK 1024 /* bulk records at a time */
+
+bool seg_copy(const struct segment *s, uint64_t at, void *out, size_t bytes) {
+  if (s->map) {
+    memcpy(out, s->map + at, bytes);
+    return true;
+  }
+  ssize_t n = pread(s->fd, out, bytes, (off_t)at);
+  if (n < 0) n = 0;
+  memset((uint8_t *)out + n, 0, bytes - (size_t)n); /* a file that was cut reads as if nothing were there */
+  return (size_t)n == bytes;
+}
+
+uint64_t seg_word(const struct segment *s, uint64_t at) {
+  uint64_t value;
+  if (s->map) return __atomic_load_n((const uint64_t *)(const void *)(s->map + at), __ATOMIC_ACQUIRE);
+  seg_copy(s, at, &value, sizeof(value));
+  return value;
+}
+
+void seg_store(struct segment *s, uint64_t at, uint64_t value) {
+  if (s->map) __atomic_store_n((uint64_t *)(void *)(s->map + at), value, __ATOMIC_RELEASE);
+  else if (pwrite(s->fd, &value, sizeof(value), (off_t)at) < 0) s->corrupt++;
+}
+
+uint32_t seg_used(const struct segment *s) {
+  uint32_t used = (uint32_t)seg_word(s, offsetof(struct seg_header, used));
+  return used < s->header.n_blocks ? used : s->header.n_blocks;
+}
+
+uint64_t seg_block_at(const struct segment *s, uint32_t block) {
+  return SEG_HEADER_BYTES + block * s->header.block_bytes;
+}
+
+struct seg_reader *seg_reader_of(struct segment *s, uint32_t block) {
+  if (s->readers[block]) return s->readers[block];
+  struct seg_reader *r = calloc(1, sizeof(*r));
+  if (!r) return NULL;
+  r->tail = seg_word(s, SEG_FIELD(s, block, tail));
+  r->vital_tail = seg_word(s, SEG_FIELD(s, block, vital_tail));
+  return s->readers[block] = r;
+}
+
+static const char *wrong_with(const struct seg_header *h, uint64_t bytes) {
+  if (h->magic != SEG_MAGIC) return "it is no segment, or not finished yet";
+  if (h->version != SEG_VERSION) return "another version of libstallscope.so wrote it";
+  if (h->header_bytes != SEG_HEADER_BYTES || h->comm_bits != SEG_COMM_BITS) return "its header has another size";
+  if (!h->n_blocks || h->n_blocks > SEG_BLOCKS) return "its number of blocks is impossible";
+  if (h->bulk_bits < 4 || h->bulk_bits > 24 || h->vital_bits < 4 || h->vital_bits > 24)
+    return "its rings are impossible";
+  if (h->block_bytes != SEG_BLOCK_BYTES(h->vital_bits, h->bulk_bits)) return "its blocks have another size";
+  if (h->total_bytes != SEG_HEADER_BYTES + h->n_blocks * h->block_bytes) return "its sizes contradict each other";
+  if (h->total_bytes > bytes) return "it is shorter than it says";
+  return NULL;
+}
+
+/* A memfd that can't shrink is mapped; in anything else a page may go away, and then a load would be a SIGBUS. */
+static int map(struct segment *s) {
+  int seals = fcntl(s->fd, F_GET_SEALS);
+  if (seals < 0 || !(seals & SEAL_SHRINK)) return 0;
+  void *at = mmap(NULL, s->header.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, s->fd, 0);
+  if (at == MAP_FAILED) return -errno;
+  s->map = at;
+  return 0;
+}
+
+static int open_checked(struct segment *s, const char **why) {
+  struct stat st;
+  if (fstat(s->fd, &st)) return -errno;
+  if (!S_ISREG(st.st_mode)) *why = "it is no regular file";
+  else if (pread(s->fd, &s->header, sizeof(s->header), 0) != sizeof(s->header)) *why = "it is shorter than a header";
+  else *why = wrong_with(&s->header, (uint64_t)st.st_size);
+  if (*why) return -EPROTO;
+  int ret = map(s);
+  if (!ret) seg_store(s, offsetof(struct seg_header, reader), s->header.reader + 1);
+  return ret;
+}
+
+int segment__open(int fd, struct segment **out, const char **why) {
+  struct segment *s = calloc(1, sizeof(*s));
+  *out = NULL;
+  *why = NULL;
+  if (!s) return -ENOMEM;
+  s->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  int ret = s->fd < 0 ? -errno : open_checked(s, why);
+  if (ret) segment__close(s);
+  else *out = s;
+  return ret;
+}
+
+void segment__close(struct segment *s) {
+  if (!s) return;
+  for (int i = 0; i < SEG_BLOCKS; i++) free(s->readers[i]);
+  if (s->map) munmap(s->map, s->header.total_bytes);
+  if (s->fd >= 0) close(s->fd);
+  free(s);
+}
+
+void segment__facts(const struct segment *s, struct segment_facts *out) {
+  const struct seg_header *h = &s->header;
+  *out = (struct segment_facts){.version = h->version,
+                                .pid = h->pid,
+                                .uid = h->uid,
+                                .n_blocks = h->n_blocks,
+                                .start_ticks = h->start_ticks,
+                                .counter = h->counter,
+                                .mono_ns = h->mono_ns,
+                                .real_ns = h->real_ns,
+                                .ticks_per_s = h->ticks_per_s,
+                                .readers = h->reader,
+                                .is_mapped = s->map != NULL};
+  out->settings = seg_word(s, offsetof(struct seg_header, settings));
+  memcpy(out->hooks, h->hooks, sizeof(out->hooks));
+}
+
+/* ticks on the line through two readings. */
+static uint64_t on_line(uint64_t ticks, uint64_t c0, uint64_t m0, uint64_t c1, uint64_t m1) {
+  __int128 run = (__int128)c1 - c0, rise = (__int128)m1 - m0;
+  if (run <= 0) return m0;
+  return (uint64_t)((__int128)m0 + ((__int128)ticks - c0) * rise / run);
+}
+
+/* What is older than the first reading lies between it and the one that the program took itself. */
+uint64_t segment__to_ns(const struct segment *s, const struct seg_clock *c, uint64_t ticks) {
+  const struct seg_header *h = &s->header;
+  if (ticks >= c->counter[0] || h->counter >= c->counter[0] || h->mono_ns >= c->mono_ns[0])
+    return on_line(ticks, c->counter[0], c->mono_ns[0], c->counter[1], c->mono_ns[1]);
+  return on_line(ticks, h->counter, h->mono_ns, c->counter[0], c->mono_ns[0]);
+}
+
+static uint64_t span_ns(const struct seg_clock *c, uint64_t ticks) {
+  return on_line(ticks, 0, 0, c->counter[1] - c->counter[0], c->mono_ns[1] - c->mono_ns[0]);
+}
+
+uint64_t segment__pair(uint64_t *counter, uint64_t *mono_ns) {
+  uint64_t best = UINT64_MAX;
+  for (int i = 0; i < 16; i++) {
+    struct timespec t;
+    uint64_t before, after;
+#if defined(__x86_64__)
+    before = __builtin_ia32_rdtsc();
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    after = __builtin_ia32_rdtsc();
+#else
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(before));
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(after));
+#endif
+    if (after - before >= best) continue;
+    best = after - before;
+    *counter = before + best / 2;
+    *mono_ns = (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+  }
+  return best / 2;
+}
+
+/* Where records go, and whose they are. */
+struct sink {
+  struct segment *s;
+  const struct seg_clock *clock;
+  uint32_t slot, tgid;
+  struct ring_batch *batch;
+};
+
+static struct wire_rec *next_rec(const struct sink *k) {
+  struct ring_batch *b = k->batch;
+  if (b->n_recs == b->max_recs) return NULL;
+  return (struct wire_rec *)(void *)(b->recs + (size_t)b->n_recs++ * sizeof(struct wire_rec));
+}
+
+static struct wire_rec vital_rec(const struct sink *k, const struct seg_vital *v) {
+  struct wire_rec r = {.ts_ns = segment__to_ns(k->s, k->clock, v->ts),
+                       .dur_ns = span_ns(k->clock, v->dur),
+                       .tgid = k->tgid,
+                       .tid = v->tid,
+                       .hook = v->hook,
+                       .kind = v->kind,
+                       .flags = v->flags,
+                       .slot = (uint16_t)k->slot,
+                       .depth = v->depth,
+                       .n = v->n,
+                       .status = v->status};
+  memcpy(r.a, v->a, sizeof(r.a));
+  return r;
+}
+
+static bool take_uid(const struct sink *k, const struct seg_vital *v, uint64_t at) {
+  struct ring_batch *b = k->batch;
+  struct wire_uid_rec u = {.rec = vital_rec(k, v)};
+  if (b->n_uids == b->max_uids) return false;
+  seg_copy(k->s, at, u.uid, sizeof(u.uid));
+  memcpy(b->uids + (size_t)b->n_uids++ * sizeof(u), &u, sizeof(u));
+  return true;
+}
+
+/* One record of a vital ring. Slots it takes; 0: no room in the batch. */
+static uint64_t take_vital(const struct sink *k, uint32_t block, uint64_t index, uint64_t head) {
+  struct segment *s = k->s;
+  uint64_t mask = (1ull << s->header.vital_bits) - 1, base = seg_block_at(s, block) + SEG_VITAL_AT;
+  struct seg_vital v;
+  seg_copy(s, base + (index & mask) * sizeof(v), &v, sizeof(v));
+  if (v.hook >= WIRE_HOOKS || (v.has_uid && index + 1 >= head)) {
+    s->corrupt++;
+    return 1;
+  }
+  if (v.has_uid) return take_uid(k, &v, base + ((index + 1) & mask) * sizeof(v)) ? 2 : 0;
+  struct wire_rec *out = next_rec(k);
+  if (!out) return 0;
+  *out = vital_rec(k, &v);
+  return 1;
+}
+
+static void drain_vital(const struct sink *k, uint32_t block, struct seg_reader *r) {
+  struct segment *s = k->s;
+  uint64_t head = seg_word(s, SEG_FIELD(s, block, vital_head)), step = 1;
+  if (head - r->vital_tail > 1ull << s->header.vital_bits) {
+    s->corrupt++;
+    r->vital_tail = head;
+  }
+  while (r->vital_tail < head && step) r->vital_tail += step = take_vital(k, block, r->vital_tail, head);
+  seg_store(s, SEG_FIELD(s, block, vital_tail), r->vital_tail);
+}
+
+static int32_t status_of(uint8_t byte) {
+  if (byte == SEG_STATUS_NOT_READY) return 600;
+  return byte == 255 ? 999 : byte;
+}
+
+static void expand(const struct seg_words *w, const uint64_t *p, uint64_t *a) {
+  if (w->r < 8) a[w->r] = p[1] >> 48;
+  if (w->q < 8) a[w->q] = p[1] & 0xffffffffffffull;
+  if (w->p < 8) a[w->p] = p[0];
+}
+
+/* false: no room. */
+static bool take_bulk(const struct sink *k, struct seg_reader *r, const uint64_t *p) {
+  struct segment *s = k->s;
+  uint32_t hook = p[1] >> 32 & 0xffff, flags = p[1] >> 48 & 0xff, scale = flags & SEG_SCALE;
+  if (hook == SEG_MARK) {
+    r->tid = (uint32_t)p[2];
+    return true;
+  }
+  if (hook >= WIRE_HOOKS) {
+    s->corrupt++;
+    return true;
+  }
+  struct wire_rec *out = next_rec(k);
+  if (!out) return false;
+  const struct seg_words *w = &s->header.words[hook];
+  *out = (struct wire_rec){.ts_ns = segment__to_ns(s, k->clock, p[0]),
+                           .tgid = k->tgid,
+                           .tid = r->tid,
+                           .hook = (uint16_t)hook,
+                           .kind = w->is_call ? WIRE_CALL : WIRE_DONE,
+                           .slot = (uint16_t)k->slot,
+                           .n = (uint32_t)s->told[hook]++,
+                           .status = status_of((uint8_t)(p[1] >> 56))};
+  if (!(flags & SEG_NO_DUR)) out->dur_ns = span_ns(k->clock, (p[1] & 0xffffffff) << 10 * scale);
+  out->flags = (uint8_t)((flags & SEG_NESTED ? WIRE_NESTED : 0) | (flags & SEG_ALWAYS ? WIRE_ALWAYS : 0));
+  out->depth = out->flags & WIRE_NESTED;
+  expand(w, p + 2, out->a);
+  r->drained[hook]++;
+  return true;
+}
+
+/* Records from r->tail on, at most CHUNK, without a wrap. Those that were overwritten meanwhile are left out. */
+static uint64_t copy_chunk(struct segment *s, uint32_t block, struct seg_reader *r, uint64_t head, uint64_t *out) {
+  uint64_t slots = 1ull << s->header.bulk_bits, at = r->tail & (slots - 1), n = head - r->tail;
+  if (n > CHUNK) n = CHUNK;
+  if (n > slots - at) n = slots - at;
+  seg_copy(s, seg_block_at(s, block) + SEG_BULK_AT(s->header.vital_bits) + at * 32, out, n * 32);
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return n;
+}
+
+static void skip_to(struct segment *s, uint32_t block, struct seg_reader *r, uint64_t oldest) {
+  r->overwritten += oldest - r->tail;
+  r->behind = true;
+  r->tail = oldest;
+  if (oldest < seg_word(s, SEG_FIELD(s, block, since))) return;
+  r->tid = (uint32_t)seg_word(s, SEG_FIELD(s, block, tid)); /* the mark of this thread may be among them */
+}
+
+static void drain_bulk(const struct sink *k, uint32_t block, struct seg_reader *r) {
+  struct segment *s = k->s;
+  uint64_t slots = 1ull << s->header.bulk_bits, copy[CHUNK * SEG_WORDS], head;
+  while ((head = seg_word(s, SEG_FIELD(s, block, head))) != r->tail && k->batch->n_recs < k->batch->max_recs) {
+    if (head < r->tail) {
+      s->corrupt++;
+      r->tail = head;
+      break;
+    }
+    if (head - r->tail > slots - 1) skip_to(s, block, r, head - (slots - 1));
+    uint64_t n = copy_chunk(s, block, r, head, copy), first = r->tail;
+    head = seg_word(s, SEG_FIELD(s, block, head));
+    if (head - first > slots - 1 && head > first) skip_to(s, block, r, head - (slots - 1));
+    while (r->tail < first + n && take_bulk(k, r, copy + SEG_WORDS * (r->tail - first))) r->tail++;
+  }
+  seg_store(s, SEG_FIELD(s, block, tail), r->tail);
+}
+
+int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b) {
+  struct sink k = {s, c, slot, tgid, b};
+  uint32_t used = seg_used(s), first = used ? s->next++ % used : 0;
+  b->n_recs = b->n_uids = 0;
+  for (uint32_t i = 0; i < used; i++) {
+    struct seg_reader *r = seg_reader_of(s, i);
+    if (!r) return -ENOMEM;
+    drain_vital(&k, i, r);
+  }
+  for (uint32_t i = 0; i < used; i++) drain_bulk(&k, (first + i) % used, s->readers[(first + i) % used]);
+  return 0;
+}
+
+uint64_t segment__pending(struct segment *s) {
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < seg_used(s); i++) {
+    struct seg_reader *r = seg_reader_of(s, i);
+    if (!r) continue;
+    sum += seg_word(s, SEG_FIELD(s, i, head)) - r->tail + seg_word(s, SEG_FIELD(s, i, vital_head)) - r->vital_tail;
+  }
+  return sum;
+}

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+/* The segment of this process: a sealed memfd, or a file in a folder. Made at its first hooked call. */
+#define _GNU_SOURCE
+#include "system.h"
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+
+#define HIGH_FD 700
+#define MFD_CLOEXEC_ 1u
+#define MFD_ALLOW_SEALING_ 2u
+#define ADD_SEALS 1033
+#define SEALS 7 /* F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW */
+#define LONG_NS 200000
+#define LEAST_NS 200000 /* between the two readings that give the counter's rate */
+
+struct shape {
+  uint32_t blocks, bulk_bits, vital_bits;
+  uint64_t block_bytes, bytes;
+};
+
+static struct shape shape_of(uint32_t blocks) {
+  struct shape s = {.blocks = blocks, .bulk_bits = SEG_BULK_BITS, .vital_bits = SEG_VITAL_BITS};
+  if (seg_set.folder[0]) {
+    s.bulk_bits = SEG_SMALL_BULK_BITS;
+    s.vital_bits = SEG_SMALL_VITAL_BITS;
+  }
+  s.block_bytes = SEG_BLOCK_BYTES(s.vital_bits, s.bulk_bits);
+  s.bytes = SEG_HEADER_BYTES + s.blocks * s.block_bytes;
+  return s;
+}
+
+static void put_number(char *to, uint64_t value) {
+  char digits[24];
+  int n = 0;
+  do digits[n++] = (char)('0' + value % 10);
+  while (value /= 10);
+  while (n) *to++ = digits[--n];
+  *to = 0;
+}
+
+static bool path_of(char *path, size_t size) {
+  size_t length = strlen(seg_set.folder);
+  if (length + 64 > size) return false;
+  memcpy(path, seg_set.folder, length);
+  path[length++] = '/';
+  put_number(path + length, (uint64_t)syscall(SYS_getpid));
+  length = strlen(path);
+  path[length++] = '.';
+  put_number(path + length, seg_start_ticks());
+  strcat(path, ".seg");
+  return true;
+}
+
+static int open_file(char *path, size_t size) {
+  if (!seg_set.folder[0]) return (int)syscall(SYS_memfd_create, SEG_NAME, MFD_CLOEXEC_ | MFD_ALLOW_SEALING_);
+  return path_of(path, size) ? open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600) : -1;
+}
+
+/* Out of the way of programs that count on low numbers. */
+static int move_high(int fd) {
+  int high = (int)syscall(SYS_fcntl, fd, F_DUPFD_CLOEXEC, HIGH_FD);
+  if (high < 0) return fd;
+  close(fd);
+  return high;
+}
+
+/* Beyond the limit of file sizes ftruncate would kill the program with SIGXFSZ. */
+static bool fits_limit(uint64_t bytes) {
+  struct rlimit limit;
+  if (syscall(SYS_prlimit64, 0, RLIMIT_FSIZE, NULL, &limit)) return true;
+  return limit.rlim_cur == RLIM_INFINITY || bytes <= limit.rlim_cur;
+}
+
+/* As many blocks as the limits of this process allow. */
+static uint8_t *map_file(int fd, struct shape *s) {
+  for (uint32_t blocks = SEG_BLOCKS; blocks; blocks /= 4) {
+    *s = shape_of(blocks);
+    if (!fits_limit(s->bytes) || syscall(SYS_ftruncate, fd, s->bytes)) continue;
+    if (seg_set.folder[0] && syscall(SYS_fallocate, fd, 0, 0, (uint64_t)SEG_HEADER_BYTES)) return NULL;
+    void *at = mmap(NULL, s->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (at != MAP_FAILED) return at;
+  }
+  return NULL;
+}
+
+static void set_rate(struct seg_header *h) {
+  do seg_pair(&h->counter, &h->mono_ns);
+  while (h->mono_ns - seg_set.mono_ns < LEAST_NS);
+  h->real_ns = seg_clock_ns(CLOCK_REALTIME) - (seg_clock_ns(CLOCK_MONOTONIC) - h->mono_ns);
+  uint64_t ticks = h->counter - seg_set.counter, ns = h->mono_ns - seg_set.mono_ns;
+  if (!ticks) ticks = 1;
+  h->ns_per_tick = (uint64_t)(((unsigned __int128)ns << 32) / ticks);
+  h->ticks_per_s = (uint64_t)((unsigned __int128)ticks * 1000000000u / ns);
+  h->long_ticks = (uint64_t)((unsigned __int128)LONG_NS * ticks / ns);
+}
+
+static void fill(struct seg_header *h, const struct shape *s) {
+  h->version = SEG_VERSION;
+  h->header_bytes = SEG_HEADER_BYTES;
+  h->block_bytes = s->block_bytes;
+  h->total_bytes = s->bytes;
+  h->n_blocks = s->blocks;
+  h->bulk_bits = s->bulk_bits;
+  h->vital_bits = s->vital_bits;
+  h->comm_bits = SEG_COMM_BITS;
+  h->pid = (uint32_t)syscall(SYS_getpid);
+  h->uid = (uint32_t)syscall(SYS_getuid);
+  h->start_ticks = seg_start_ticks();
+  h->settings = seg_set.word;
+  memcpy(h->hooks, seg_hook_bits, sizeof(h->hooks));
+  memcpy(h->words, seg_words_of, sizeof(h->words));
+  set_rate(h);
+}
+
+bool seg_make(struct seg_process *p) {
+  char path[512] = "";
+  struct shape s;
+  int fd = seg_set.off ? -1 : open_file(path, sizeof(path));
+  if (fd < 0) return false;
+  uint8_t *at = map_file(fd, &s);
+  if (!at) {
+    close(fd);
+    if (path[0]) unlink(path);
+    return false;
+  }
+  madvise(at, s.bytes, MADV_DONTDUMP);
+  p->fd = move_high(fd);
+  seg_identify(p->fd, &p->device, &p->inode);
+  p->header = (struct seg_header *)(void *)at;
+  p->blocks = at + SEG_HEADER_BYTES;
+  fill(p->header, &s);
+  if (!path[0]) syscall(SYS_fcntl, p->fd, ADD_SEALS, SEALS);
+  __atomic_store_n(&p->header->magic, SEG_MAGIC, __ATOMIC_RELEASE);
+  seg_hello(p);
+  return true;
+}
+
+/* In a folder a store into a page that the file system has no room for would be a SIGBUS. */
+bool seg_reserve(struct seg_process *p, uint8_t *block) {
+  if (!seg_set.folder[0]) return true;
+  uint64_t bytes = p->header->block_bytes, at = SEG_HEADER_BYTES + (uint64_t)(block - p->blocks);
+  return seg_same_file(p->fd, p->device, p->inode) && !syscall(SYS_fallocate, p->fd, 0, at, bytes);
+}

@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The loaded libraries and their symbols, read from memory: the loader's own look-ups take its lock, which another
+ * thread may hold while it waits for the caller. */
+#ifndef STALLSCOPE_OBJECTS_H
+#define STALLSCOPE_OBJECTS_H
+#include "shim.h"
+#include <link.h>
+
+struct seg_object {
+  uintptr_t base, from, to; /* from, to: what its segments span */
+  const ElfW(Dyn) * dynamic;
+  const char *soname, *strings;
+  const ElfW(Sym) * symbols;
+  const uint32_t *gnu_hash, *hash;
+  const ElfW(Rela) * jump, *rela;
+  size_t jump_bytes, rela_bytes;
+  uintptr_t relro, relro_end;
+  const char *path;
+};
+bool seg_object_of(const struct dl_phdr_info *info, struct seg_object *o);
+void *seg_symbol(const struct seg_object *o, const char *name); /* a function it defines, else NULL */
+bool seg_needs(const struct seg_object *o, const char *soname);
+/* got.c */
+void seg_patch(const struct seg_object *o);
+#endif
