@@ -1,6 +1,62 @@
 // SPDX-License-Identifier: Apache-2.0
+/* Libraries that came since the last look. dlopen is not wrapped, because a library's search path is taken from its
+ * caller; the loader counts what it loads, and after a load somebody asks dlsym for something. */
 #define _GNU_SOURCE
 #include "objects.h"
 #include "system.h"
+#include <string.h>
 
-void seg_look_around(void) {}
+#define SEEN 2048 /* a power of two */
+
+static uint64_t adds, subs;
+static uint32_t looking;
+static uintptr_t seen[SEEN]; /* by base address; 0 = free */
+
+struct look {
+  uint64_t adds, subs;
+  bool has_provider;
+};
+
+static int read_counters(struct dl_phdr_info *info, size_t size, void *argument) {
+  struct look *l = argument;
+  (void)size;
+  l->adds = info->dlpi_adds;
+  l->subs = info->dlpi_subs;
+  return 1;
+}
+
+/* Its place in the table, NULL when the table is full. */
+static uintptr_t *place_of(uintptr_t key) {
+  size_t i = (key >> 12) * 2654435761u % SEEN;
+  for (size_t j = 0; j < SEEN; j++) {
+    uintptr_t *p = &seen[(i + j) % SEEN];
+    if (!*p || *p == key) return p;
+  }
+  return NULL;
+}
+
+static int look_at(struct dl_phdr_info *info, size_t size, void *argument) {
+  struct look *l = argument;
+  struct seg_object o;
+  (void)size;
+  if (!seg_object_of(info, &o) || seg_is_ours((const void *)o.dynamic)) return 0;
+  uintptr_t *place = place_of(o.from);
+  if (place && *place) return 0;
+  if (seg_is_family(o.soname)) l->has_provider = true;
+  if (seg_patch(&o) && place) *place = o.from;
+  return 0;
+}
+
+void seg_look_around(void) {
+  struct look now = {0, 0, false};
+  dl_iterate_phdr(read_counters, &now);
+  if (LIKELY(now.adds == __atomic_load_n(&adds, __ATOMIC_ACQUIRE) && now.subs == subs)) return;
+  if (__atomic_exchange_n(&looking, 1, __ATOMIC_ACQUIRE)) return;
+  if (now.subs != subs) memset(seen, 0, sizeof(seen));
+  bool gone = now.subs != subs;
+  dl_iterate_phdr(look_at, &now);
+  if (gone || now.has_provider) seg_forget_reals();
+  subs = now.subs;
+  __atomic_store_n(&adds, now.adds, __ATOMIC_RELEASE);
+  __atomic_store_n(&looking, 0, __ATOMIC_RELEASE);
+}

@@ -113,9 +113,21 @@ static void fill(struct seg_header *h, const struct shape *s) {
   set_rate(h);
 }
 
+/* A child of a fork has its parent's descriptor, and nothing to do with it. */
+static struct {
+  int fd;
+  uint64_t device, inode;
+} parents = {.fd = -1};
+
+static void close_parents(void) {
+  if (parents.fd >= 0 && seg_same_file(parents.fd, parents.device, parents.inode)) close(parents.fd);
+  parents.fd = -1;
+}
+
 bool seg_make(struct seg_process *p) {
   char path[512] = "";
   struct shape s;
+  close_parents();
   int fd = seg_set.off ? -1 : open_file(path, sizeof(path));
   if (fd < 0) return false;
   uint8_t *at = map_file(fd, &s);
@@ -127,6 +139,9 @@ bool seg_make(struct seg_process *p) {
   madvise(at, s.bytes, MADV_DONTDUMP);
   p->fd = move_high(fd);
   seg_identify(p->fd, &p->device, &p->inode);
+  parents.fd = p->fd;
+  parents.device = p->device;
+  parents.inode = p->inode;
   p->header = (struct seg_header *)(void *)at;
   p->blocks = at + SEG_HEADER_BYTES;
   fill(p->header, &s);

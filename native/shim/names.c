@@ -39,7 +39,7 @@ __attribute__((used)) void seg_find_dlsym(void) {
   errno = saved;
 }
 
-static bool may_be_ours(const char *name) {
+bool seg_may_be_ours(const char *name) {
   return name && (!strncmp(name, "cu", 2) || !strncmp(name, "nccl", 4) || !strncmp(name, "pnccl", 5) ||
                   !strncmp(name, "__cuda", 6));
 }
@@ -49,7 +49,7 @@ static bool may_be_ours(const char *name) {
 __attribute__((used)) void *seg_dlsym(void *handle, const char *name, const char *version) {
   int saved = errno;
   seg_look_around();
-  const struct seg_entry *e = may_be_ours(name) ? seg_entry_of(name) : NULL;
+  const struct seg_entry *e = seg_may_be_ours(name) ? seg_entry_of(name) : NULL;
   void *real = NULL, *found = NULL;
   if (e && handle != RTLD_NEXT && handle != RTLD_DEFAULT) {
     void *(*plain)(void *, const char *) = seg_real_dlsym;
@@ -136,7 +136,7 @@ static const struct seg_entry *meant(const char *symbol, const void *address, ui
 
 void seg_found(const char *symbol, void **address, uint64_t flags) {
   int saved = errno;
-  const struct seg_entry *e = may_be_ours(symbol) && *address ? meant(symbol, *address, flags) : NULL;
+  const struct seg_entry *e = seg_may_be_ours(symbol) && *address ? meant(symbol, *address, flags) : NULL;
   if (e) *address = seg_wrapper_for(e, *address);
   errno = saved;
 }

@@ -23,8 +23,15 @@ static struct {
 } callers[WIRE_HOOKS];
 
 static const char *const families[SEG_LIBRARIES] = {"libcudart.so", "libcuda.so", "libnccl.so"};
+static uint32_t generation; /* of callers */
 static uintptr_t own_from, own_to;
 static size_t n_at_start;
+
+bool seg_is_family(const char *soname) {
+  for (int i = 0; i < SEG_LIBRARIES; i++)
+    if (!strncmp(soname, families[i], strlen(families[i]))) return true;
+  return false;
+}
 
 bool seg_is_ours(const void *address) {
   return (uintptr_t)address >= own_from && (uintptr_t)address < own_to;
@@ -123,22 +130,37 @@ void *seg_resolve(uint32_t slot, uint32_t instance, void *back) {
   return real;
 }
 
-void *seg_real_of(uint32_t slot, uint32_t instance, void *back) {
-  void *real = __atomic_load_n(&seg_reals[instance][slot].address, __ATOMIC_ACQUIRE);
-  uint32_t n = instance ? 0 : __atomic_load_n(&callers[slot].n, __ATOMIC_ACQUIRE);
+static void *real_for(uint32_t slot, uintptr_t back) {
+  uint32_t before = __atomic_load_n(&generation, __ATOMIC_ACQUIRE),
+           n = __atomic_load_n(&callers[slot].n, __ATOMIC_ACQUIRE);
+  void *real = NULL;
   for (uint32_t i = 0; !real && i < n; i++) {
     const struct caller *c = &callers[slot].rows[i];
-    if ((uintptr_t)back >= c->from && (uintptr_t)back < c->to) real = c->real;
+    if (back >= c->from && back < c->to) real = c->real;
   }
-  return real ? real : seg_resolve(slot, instance, back);
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return __atomic_load_n(&generation, __ATOMIC_RELAXED) == before ? real : NULL;
+}
+
+void *seg_real_of(uint32_t slot, uint32_t instance, void *back) {
+  void *real = __atomic_load_n(&seg_reals[instance][slot].address, __ATOMIC_ACQUIRE);
+  if (!real && !instance) real = real_for(slot, (uintptr_t)back);
+  if (real) return real;
+  seg_look_around();
+  return seg_resolve(slot, instance, back);
 }
 
 /* Libraries came or went: who stood for what is found out again, call by call. */
 void seg_forget_reals(void) {
+  __atomic_fetch_add(&generation, 1, __ATOMIC_ACQ_REL);
   for (uint32_t slot = 0; slot < WIRE_HOOKS; slot++) {
     __atomic_store_n(&callers[slot].n, 0, __ATOMIC_RELEASE);
     __atomic_store_n(&seg_reals[0][slot].address, NULL, __ATOMIC_RELEASE);
   }
+}
+
+void *seg_exported(const struct seg_entry *e) {
+  return seg_wrappers_0[e - seg_entries];
 }
 
 const struct seg_entry *seg_entry_of(const char *name) {

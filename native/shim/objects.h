@@ -21,6 +21,11 @@ struct seg_object {
 bool seg_object_of(const struct dl_phdr_info *info, struct seg_object *o);
 void *seg_symbol(const struct seg_object *o, const char *name); /* a function it defines, else NULL */
 bool seg_needs(const struct seg_object *o, const char *soname);
+/* objects.c */
+bool seg_is_family(const char *soname);
+void seg_forget_reals(void);
+void *seg_exported(const struct seg_entry *e);
+bool seg_may_be_ours(const char *name); /* names.c: a quick look */
 /* got.c */
-void seg_patch(const struct seg_object *o);
+bool seg_patch(const struct seg_object *o);
 #endif

@@ -46,10 +46,9 @@ struct seg_process {
   struct seg_thread threads[SEG_BLOCKS];
 };
 
-/* One function's real address, by instance. many: more than one library has it; the caller decides. */
+/* One function's real address, by instance. */
 struct seg_real {
-  void *address;
-  uint32_t many, pad;
+  void *address; /* NULL: not known, or the caller decides */
 };
 
 struct seg_entry { /* generated, sorted by name */
@@ -73,7 +72,6 @@ extern __thread struct seg_thread *seg_self __attribute__((tls_model("initial-ex
 extern __thread uint32_t seg_attaching __attribute__((tls_model("initial-exec")));
 extern struct seg_process *seg_proc;
 extern struct seg_real seg_reals[SEG_INSTANCES][WIRE_HOOKS];
-extern void *const *const seg_wrappers[SEG_INSTANCES]; /* by index in seg_entries */
 extern const struct seg_entry seg_entries[];
 extern const uint32_t seg_n_entries;
 extern const char *const seg_name_of[WIRE_HOOKS];
