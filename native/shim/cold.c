@@ -27,16 +27,17 @@ struct seg_way seg_cold(uint32_t hook, uint32_t slot, uint32_t instance, void *b
 }
 
 /* Calls at or below this stack pointer never returned in sight: longjmp or an exception passed them. */
-void seg_drop_stale(struct seg_thread *t, uint64_t sp) {
+uint32_t seg_settle(struct seg_thread *t, uint64_t sp) {
   uint32_t top = t->depth < WIRE_DEPTH ? t->depth : WIRE_DEPTH, depth = t->depth;
   while (top && t->outer[top - 1].sp <= sp) {
     depth = --top;
-    t->active = t->outer[top].active;
     if (!t->outer[top].untold) continue;
     seg_bump(&t->counts[t->outer[top].hook].lost);
     seg_bump(&t->block->stale);
   }
   t->depth = depth;
+  if (t->light_sp <= sp) t->active = top ? t->outer[top - 1].active : 0; /* else a call that is only counted is alive */
+  return t->active;
 }
 
 /* It did return, from a stack of its own (a signal's, a coroutine's) whose pointers say nothing of order. */

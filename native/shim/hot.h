@@ -37,14 +37,14 @@ INLINE void seg_show(struct seg_thread *t, uint32_t depth, uint64_t t0, uint64_t
   __atomic_store_n(&f->a[1], b, __ATOMIC_RELAXED);
 }
 
-INLINE void seg_push(struct seg_thread *t, const struct seg_fixed *f, struct seg_call *c, uint64_t sp) {
+INLINE void seg_push(struct seg_thread *t, uint32_t bits, const struct seg_call *c, uint64_t sp, bool untold) {
   if (LIKELY(c->depth < WIRE_DEPTH)) {
     t->outer[c->depth].sp = sp;
-    t->outer[c->depth].active = c->active;
-    t->outer[c->depth].hook = (uint16_t)f->hook;
-    t->outer[c->depth].untold = c->t0 != 0;
+    t->outer[c->depth].active = c->active | bits;
+    t->outer[c->depth].hook = (uint16_t)c->hook;
+    t->outer[c->depth].untold = untold;
   }
-  t->active = c->active | f->bits;
+  t->active = c->active | bits;
   t->depth = c->depth + 1;
 }
 
@@ -52,40 +52,53 @@ INLINE uint64_t seg_settings_of(const struct seg_thread *t) {
   return __atomic_load_n(&t->header->settings, __ATOMIC_RELAXED);
 }
 
+INLINE bool seg_picks(const struct seg_thread *t, const struct seg_fixed *f, uint64_t n) {
+  uint64_t settings = seg_settings_of(t);
+  return seg_sampled(settings, n) || (f->is_tap && settings & SEG_TAP);
+}
+
+INLINE uint32_t seg_active(struct seg_thread *t, uint64_t sp) {
+  return LIKELY(!t->active) ? 0 : seg_settle(t, sp);
+}
+
+/* A call that is only counted. Returns what was active before it. */
+INLINE uint32_t seg_light(struct seg_thread *t, const struct seg_fixed *f) {
+  struct wire_count *row = &t->counts[f->hook];
+  uint64_t sp = seg_sp();
+  uint32_t active = seg_active(t, sp);
+  seg_bump(&row->calls);
+  if (active & f->nests) seg_bump(&row->nested);
+  seg_bump(&row->sampled_out);
+  t->light_sp = sp;
+  t->active = active | f->bits;
+  return active;
+}
+
 /* The real function. a, b: the two words of its record. */
 INLINE void *seg_in(struct seg_call *c, const struct seg_fixed *f, uint32_t instance, void *back, uint64_t a,
                     uint64_t b) {
   struct seg_thread *t = seg_self;
   void *real = __atomic_load_n(&seg_reals[instance][f->slot].address, __ATOMIC_RELAXED);
+  c->t = NULL;
   if (UNLIKELY(!t || !t->slots || !real)) {
     struct seg_way way = seg_cold(f->hook, f->slot, instance, back);
     real = way.real;
-    t = way.t;
-    c->t = NULL;
-    if (!t) return real;
+    if (!(t = way.t)) return real;
   }
-  uint64_t sp = seg_sp(), settings = seg_settings_of(t);
+  uint64_t sp = seg_sp();
   c->t = t;
-  if (UNLIKELY(t->depth)) seg_drop_stale(t, sp);
+  c->active = seg_active(t, sp);
+  c->depth = t->depth;
   struct wire_count *row = &t->counts[f->hook];
   uint64_t n = seg_bump(&row->calls);
-  c->depth = t->depth;
-  c->active = t->active;
   c->flags = c->active & f->nests ? WIRE_NESTED : 0;
   if (c->flags) seg_bump(&row->nested);
-  c->pick = seg_sampled(settings, n) || (f->is_tap && settings & SEG_TAP);
+  c->pick = f->is_call || seg_picks(t, f, n);
   c->n = (uint32_t)n;
   c->hook = f->hook;
-  if (f->is_call && !c->pick) {
-    seg_bump(&row->sampled_out);
-    c->t0 = 0;
-    seg_push(t, f, c, sp);
-    if (c->depth < WIRE_DEPTH) __atomic_store_n(&t->block->frames[c->depth].t0, 0, __ATOMIC_RELAXED);
-  } else {
-    c->t0 = seg_ticks();
-    seg_push(t, f, c, sp);
-    seg_show(t, c->depth, c->t0, f->hook | (uint64_t)c->flags << 16 | n << 32, a, b);
-  }
+  c->t0 = seg_ticks();
+  seg_push(t, f->bits, c, sp, true);
+  seg_show(t, c->depth, c->t0, f->hook | (uint64_t)c->flags << 16 | n << 32, a, b);
   __atomic_store_n(&t->block->depth, c->depth + 1, __ATOMIC_RELEASE);
   return real;
 }
@@ -169,9 +182,9 @@ INLINE void seg_out_call(struct seg_call *c, const struct seg_fixed *f, int32_t 
   if (UNLIKELY(!t || !t->slots)) return; /* no ring; or the call forked, and this is the child */
   bool is_lite = (seg_settings_of(t) & 3) == SEG_LITE;
   uint64_t w1 = f->flags | (uint64_t)c->flags * SEG_NESTED << 48 | seg_status_byte(status) << 56;
-  if (c->t0) w1 |= is_lite ? (uint64_t)SEG_NO_DUR << 48 : seg_scaled(seg_ticks() - c->t0);
+  w1 |= is_lite ? (uint64_t)SEG_NO_DUR << 48 : seg_scaled(seg_ticks() - c->t0);
   seg_pop(t, c);
-  if (c->t0) seg_record(t, f->hook, c->t0, w1, a, b);
+  seg_record(t, f->hook, c->t0, w1, a, b);
 }
 
 /* After a timed hook. Not 0: a record is always made of it, with all its arguments; the duration + 1. */

@@ -94,20 +94,17 @@ void *seg_nccl_enter(struct seg_call *c, const struct seg_nccl *k, uint32_t inst
     if (!(t = way.t)) return real;
   }
   c->t = t;
-  if (t->depth) seg_drop_stale(t, sp);
+  c->active = seg_active(t, sp);
   struct wire_count *row = &t->counts[k->hook];
   c->n = (uint32_t)seg_bump(&row->calls);
   c->hook = k->hook;
   c->depth = t->depth;
-  c->active = t->active;
-  c->flags = t->active & FAMILY ? WIRE_NESTED : 0;
+  c->flags = c->active & FAMILY ? WIRE_NESTED : 0;
   if (c->flags) seg_bump(&row->nested);
   if (FLAGS_OF(k->cookie) & WIRE_HOOK_SEQ && !c->flags) number(c, k, a);
   c->t0 = seg_ticks();
   tell_entry(c, k, a, uid);
-  struct seg_fixed fixed = {.hook = k->hook, .bits = FAMILY};
-  seg_push(t, &fixed, c, sp);
-  if (c->depth < WIRE_DEPTH) t->outer[c->depth].untold = !(c->flags & WIRE_ENTERED) && !k->is_call;
+  seg_push(t, FAMILY, c, sp, !(c->flags & WIRE_ENTERED) && !k->is_call);
   show(c, a);
   __atomic_store_n(&t->block->depth, c->depth + 1, __ATOMIC_RELEASE);
   return real;

@@ -27,9 +27,10 @@ struct seg_thread {
   uint32_t depth;
   uint32_t busy; /* a record is being written: a signal handler's calls must not write */
   uint32_t tid;
+  uint64_t light_sp; /* of the newest call that was only counted */
   struct {
     uint64_t sp;
-    uint32_t active;
+    uint32_t active; /* with it */
     uint16_t hook;
     uint16_t untold; /* no record has been made of it, and it is to have one */
   } outer[WIRE_DEPTH];
@@ -104,7 +105,7 @@ struct seg_way {
   struct seg_thread *t; /* NULL: the call has been counted as lost */
 };
 struct seg_way seg_cold(uint32_t hook, uint32_t slot, uint32_t instance, void *back);
-void seg_drop_stale(struct seg_thread *t, uint64_t sp);
+uint32_t seg_settle(struct seg_thread *t, uint64_t sp); /* what is really active */
 void seg_not_stale(struct seg_thread *t, uint32_t depth, uint32_t hook);
 /* vital.c */
 void seg_told(struct seg_call c, uint64_t dur, int32_t status, const uint64_t *a);

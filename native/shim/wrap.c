@@ -50,15 +50,32 @@ static inline uint64_t seg_config(uint64_t config, int word) {
 
 #define WORD_B(b, c) (((uint64_t)(b)&0xffffffffffffull) | (uint64_t)(c) << 48)
 
+/* Three functions that jump into each other: what decides needs no registers saved, and what only counts needs few. */
 #define SEG_CALL(name, id, slot, bits, nests, tap, params, types, args, a, b)                                          \
+  static const struct seg_fixed NAME(fixed_##slot) = {id, slot, bits, nests, 0, true, tap, (uint64_t)(id) << 32};      \
+  static __attribute__((noinline)) uint64_t NAME(name##_recorded) params {                                             \
+    struct seg_call c;                                                                                                 \
+    uint64_t(*real) types = seg_in(&c, &NAME(fixed_##slot), INSTANCE, BACK, a, b);                                     \
+    uint64_t result = real args;                                                                                       \
+    seg_out_call(&c, &NAME(fixed_##slot), (int32_t)result, a, b);                                                      \
+    return result;                                                                                                     \
+  }                                                                                                                    \
+  static __attribute__((noinline)) uint64_t NAME(name##_counted) params {                                              \
+    struct seg_thread *t = seg_self;                                                                                   \
+    uint64_t(*real) types = __atomic_load_n(&seg_reals[INSTANCE][slot].address, __ATOMIC_RELAXED);                     \
+    if (UNLIKELY(!real)) return NAME(name##_recorded) args; /* forgotten since */                                      \
+    uint32_t active = seg_light(t, &NAME(fixed_##slot));                                                               \
+    uint64_t result = real args;                                                                                       \
+    t->active = active;                                                                                                \
+    return result;                                                                                                     \
+  }                                                                                                                    \
   VISIBLE uint64_t NAME(name) params;                                                                                  \
   VISIBLE uint64_t NAME(name) params {                                                                                 \
-    static const struct seg_fixed fixed = {id, slot, bits, nests, 0, true, tap, (uint64_t)(id) << 32};                 \
-    struct seg_call c;                                                                                                 \
-    uint64_t(*real) types = seg_in(&c, &fixed, INSTANCE, BACK, a, b);                                                  \
-    uint64_t result = real args;                                                                                       \
-    seg_out_call(&c, &fixed, (int32_t)result, a, b);                                                                   \
-    return result;                                                                                                     \
+    struct seg_thread *t = seg_self;                                                                                   \
+    if (LIKELY(t && t->slots && __atomic_load_n(&seg_reals[INSTANCE][slot].address, __ATOMIC_RELAXED)) &&              \
+        !seg_picks(t, &NAME(fixed_##slot), t->counts[id].calls))                                                       \
+      return NAME(name##_counted) args;                                                                                \
+    return NAME(name##_recorded) args;                                                                                 \
   }
 
 #define SEG_TIMED(name, id, slot, bits, nests, tap, time_id, params, types, args, a, b, all)                           \
