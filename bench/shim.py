@@ -24,8 +24,15 @@ BUILD = HERE.parent / "build" / "bench"
 SHIM = HERE.parent / "build" / "shim" / "libstallscope.so"
 BARE, TWICE, LAUNCH, BARE_WAIT, WAIT, BARE_NCCL, NCCL, COLD_BARE, COLD_TWICE, COLD, PACED_BARE, PACED = range(12)
 CALLS, WINDOWS = 20_000, 5
-BARS = (("full", "bare", None), ("lite", "bare", None), ("min", "bare", 5.0), ("wait", "bare wait", None),
-        ("NCCL", "bare NCCL", None), ("cold two readings", "cold bare", None), ("cold full", "cold bare", None))  # fmt: skip
+BARS = (
+    ("full", "bare", None),
+    ("lite", "bare", None),
+    ("min", "bare", 5.0),
+    ("wait", "bare wait", None),
+    ("NCCL", "bare NCCL", None),
+    ("cold two readings", "cold bare", None),
+    ("cold full", "cold bare", None),
+)
 
 
 class Caller:

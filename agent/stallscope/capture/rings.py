@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from stallscope.capture._drain import ffi, lib
 
-__all__ = ["MAX_UIDS", "REC_BYTES", "UID_BYTES", "Comms", "Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges",
-           "Ring", "Rows", "Slot", "SlotChanges", "SlotCounters", "Slots", "Spans", "Thread",
-           "inflight_rows"]  # fmt: skip
+__all__ = ["Comms", "Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
+           "SlotCounters", "Slots", "Spans", "Thread", "inflight_rows"]  # fmt: skip
 
-REC_BYTES, UID_BYTES = 104, 232
+REC_BYTES, UID_BYTES, ROW_BYTES = 104, 232, 416
 MAX_UIDS = 1024
 _ROW_HEAD = struct.Struct("<QIIIIQ")
 _FRAME = struct.Struct("<QQQIBBH8Q")
@@ -180,8 +179,7 @@ def _inflight_row(row: bytes) -> InflightRow:
 
 def inflight_rows(data: bytes) -> list[InflightRow]:
     """`wire_row` structs back to back, unpacked."""
-    size = ffi.sizeof("struct wire_row")
-    return [_inflight_row(data[at : at + size]) for at in range(0, len(data), size)]
+    return [_inflight_row(data[at : at + ROW_BYTES]) for at in range(0, len(data), ROW_BYTES)]
 
 
 class Rows(_View):

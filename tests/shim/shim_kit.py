@@ -1,0 +1,122 @@
+"""Programs with libstallscope.so in them, and what their segments hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stallscope.capture.segment import Clock, Segment
+from stallscope.wire.columns import COUNT, UID_REC, columns, records
+from stallscope.wire.hook_table import BY_ID
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = ROOT / "build" / "shim" / "libstallscope.so"
+HERE = Path(__file__).resolve().parent
+DEADLINE_S = 60.0
+
+
+class Agent:
+    """Takes segments from a socket, and reads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "agent.sock"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(str(self.path))
+        self._socket.listen(1024)
+        self.clock = Clock()
+        self.read: list[Read] = []
+        self.said: list[bytes] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                said, fds, _, _ = socket.recv_fds(connection, 64, 1)
+            self.said.append(said)
+            self.read.append(Read(Segment(fds[0]), self.clock))
+            os.close(fds[0])
+
+    def wait_for(self, count: int) -> list[Read]:
+        """That many segments, in the order in which they came."""
+        end = time.monotonic() + DEADLINE_S
+        while len(self.read) < count and time.monotonic() < end:
+            time.sleep(0.005)
+        assert len(self.read) == count, f"{len(self.read)} segments, not {count}"
+        return list(self.read)
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        for read in self.read:
+            read.segment.close()
+
+
+class Read:
+    """A segment and all that was read of it: `events` by api, `recs` as `wire_rec` rows, `uids`."""
+
+    def __init__(self, segment: Segment, clock: Clock) -> None:
+        self.segment, self.clock = segment, clock
+        self.events: Counter[str] = Counter()
+        self.recs = records(b"")
+        self.uids: list[tuple[str, int, bytes]] = []
+
+    def drain(self) -> Read:
+        """All that is there."""
+        parts = [self.recs]
+        while True:
+            batch = self.segment.drain(1, self.segment.header.pid, self.clock, 8192)
+            if not batch.n_recs and not batch.n_uids:
+                break
+            uids = np.frombuffer(bytes(batch.uids), UID_REC)
+            self.uids += [(BY_ID[int(r["rec"]["hook"])].name, int(r["rec"]["kind"]), r["uid"].tobytes()) for r in uids]
+            for part in (records(bytes(batch.recs)), uids["rec"]):
+                parts.append(part)
+                second = (part["kind"] >= 2) & ((part["flags"] & 2) != 0)
+                for hook, count in zip(*np.unique(part["hook"][~second], return_counts=True), strict=True):
+                    self.events[BY_ID[int(hook)].name] += int(count)
+        self.recs = np.concatenate(parts)
+        return self
+
+    def counts(self) -> dict[str, Any]:
+        """api -> `wire_count` row, of those that changed since the last call."""
+        changed = self.segment.counts()
+        return {BY_ID[h].name: row for h, row in zip(changed.hooks, columns(changed.counts, COUNT), strict=True)}
+
+    def conserved(self, *, in_flight: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Calls made by api; fails unless each of them is a record, lost, left out by sampling, or under way."""
+        self.drain()
+        rows = self.counts()
+        for api, row in rows.items():
+            told = self.events[api] + int(row["lost"]) + int(row["sampled_out"]) + (in_flight or {}).get(api, 0)
+            assert told == int(row["calls"]), (api, self.events[api], row, self.segment.losses())
+        return {api: int(row["calls"]) for api, row in rows.items()}
+
+
+def environment(stubs: Path, **more: str) -> dict[str, str]:
+    """That of a program with the library preloaded."""
+    return dict(os.environ, LD_PRELOAD=str(SHIM), LD_LIBRARY_PATH=str(stubs), **more)
+
+
+def run(words: Sequence[str | Path], env: Mapping[str, str], code: int = 0) -> dict[str, int]:
+    """Run to the end; the JSON of its first line that has some, {} without."""
+    done = subprocess.run([str(w) for w in words], env=dict(env), capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, int] = json.loads(lines[0]) if lines else {}
+    return found
