@@ -60,7 +60,7 @@ static void store(const struct seg_object *o, void **slot, void *value) {
 static bool patch(const struct seg_object *o, const struct seg_entry *e, void **slot) {
   void *now = __atomic_load_n(slot, __ATOMIC_ACQUIRE);
   uintptr_t value = (uintptr_t)now;
-  if (seg_is_ours(now)) return true;
+  if (seg_is_ours(now) || seg_is_before_us(value)) return true;
   if (value < PAGE || (o->base && value < o->to - o->base)) return false;
   bool is_inside = value >= o->from && value < o->to;
   bool is_lazy = is_inside && seg_symbol(o, e->name) != now; /* points to its own PLT: not bound yet */

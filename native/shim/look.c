@@ -14,6 +14,7 @@ static uintptr_t seen[SEEN]; /* by base address; 0 = free */
 
 struct look {
   uint64_t adds, subs;
+  size_t index;
   bool has_provider;
 };
 
@@ -39,7 +40,8 @@ static int look_at(struct dl_phdr_info *info, size_t size, void *argument) {
   struct look *l = argument;
   struct seg_object o;
   (void)size;
-  if (!seg_object_of(info, &o) || seg_is_ours((const void *)o.dynamic)) return 0;
+  /* What was there at the start can't bind deep: we are before it in its scope. */
+  if (seg_was_at_start(l->index++) || !seg_object_of(info, &o)) return 0;
   uintptr_t *place = place_of(o.from);
   if (place && *place) return 0;
   if (seg_is_family(o.soname)) l->has_provider = true;
@@ -48,7 +50,7 @@ static int look_at(struct dl_phdr_info *info, size_t size, void *argument) {
 }
 
 void seg_look_around(void) {
-  struct look now = {0, 0, false};
+  struct look now = {0, 0, 0, false};
   dl_iterate_phdr(read_counters, &now);
   if (LIKELY(now.adds == __atomic_load_n(&adds, __ATOMIC_ACQUIRE) && now.subs == subs)) return;
   if (__atomic_exchange_n(&looking, 1, __ATOMIC_ACQUIRE)) return;

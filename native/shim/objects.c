@@ -25,7 +25,8 @@ static struct {
 static const char *const families[SEG_LIBRARIES] = {"libcudart.so", "libcuda.so", "libnccl.so"};
 static uint32_t generation; /* of callers */
 static uintptr_t own_from, own_to;
-static size_t n_at_start;
+static struct { uintptr_t from, to; } before_us[MOST]; /* the program and libraries preloaded before us */
+static size_t n_at_start, own_index;
 
 bool seg_is_family(const char *soname) {
   for (int i = 0; i < SEG_LIBRARIES; i++)
@@ -40,10 +41,22 @@ bool seg_is_ours(const void *address) {
 static int count_object(struct dl_phdr_info *info, size_t size, void *argument) {
   struct seg_object o;
   (void)size, (void)argument;
-  n_at_start++;
-  if (seg_object_of(info, &o) && (uintptr_t)seg_start >= o.from && (uintptr_t)seg_start < o.to)
-    own_from = o.from, own_to = o.to;
+  size_t index = n_at_start++;
+  if (!seg_object_of(info, &o)) return 0;
+  if (!own_to && index < MOST) before_us[index].from = o.from, before_us[index].to = o.to;
+  if ((uintptr_t)seg_start >= o.from && (uintptr_t)seg_start < o.to)
+    own_from = o.from, own_to = o.to, own_index = index;
   return 0;
+}
+
+bool seg_is_before_us(uintptr_t address) {
+  for (size_t i = 0; i < MOST && i < own_index; i++)
+    if (address >= before_us[i].from && address < before_us[i].to) return true;
+  return false;
+}
+
+bool seg_was_at_start(size_t index) {
+  return index < n_at_start;
 }
 
 void seg_objects_at_start(void) {
@@ -71,7 +84,8 @@ static int collect(struct dl_phdr_info *info, size_t size, void *argument) {
   struct seg_object o;
   (void)size;
   size_t index = s->index++;
-  if (!seg_object_of(info, &o) || o.from == own_from) return 0;
+  /* Whoever stands before us has called us. */
+  if (index <= own_index || !seg_object_of(info, &o)) return 0;
   void *real = s->n < MOST ? seg_symbol(&o, s->name) : NULL;
   if (!real) return 0;
   struct found *f = &s->found[s->n++];

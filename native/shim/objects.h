@@ -22,6 +22,8 @@ bool seg_object_of(const struct dl_phdr_info *info, struct seg_object *o);
 void *seg_symbol(const struct seg_object *o, const char *name); /* a function it defines, else NULL */
 bool seg_needs(const struct seg_object *o, const char *soname);
 /* objects.c */
+bool seg_is_before_us(uintptr_t address);
+bool seg_was_at_start(size_t index);
 bool seg_is_family(const char *soname);
 void seg_forget_reals(void);
 void *seg_exported(const struct seg_entry *e);

@@ -30,7 +30,13 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         library(folder, "nccl", "libnccl.so.2"),
     ]
     library(folder, "cudart", "libcudart.so.13", "-DMARK=13")
-    program = [str(HERE / "program.c"), "-o", str(folder / "program"), "-Wl,--no-as-needed", *map(str, made)]
+    program = [
+        str(HERE / "program.c"),
+        "-o",
+        str(folder / "program"),
+        f"-Wl,--no-as-needed,-rpath,{folder}",
+        *map(str, made),
+    ]
     subprocess.run([*FLAGS, *program], check=True)
     return folder
 
