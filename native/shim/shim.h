@@ -42,8 +42,10 @@ struct seg_process {
   struct seg_header *header;
   uint8_t *blocks;
   int fd;
-  uint32_t state;         /* seg_process_state */
-  uint64_t device, inode; /* of fd: the program may close it, and open something else under its number */
+  uint32_t state;               /* seg_process_state */
+  uint64_t device, inode;       /* of fd: the program may close it, and open something else under its number */
+  uint8_t has_room[SEG_BLOCKS]; /* the block's memory is reserved */
+  uint32_t early[WIRE_HOOKS];   /* calls made before the segment was ready */
   struct seg_thread threads[SEG_BLOCKS];
 };
 
@@ -98,6 +100,7 @@ bool seg_reserve(struct seg_process *p, uint8_t *block); /* its memory, in a fol
 /* thread.c */
 struct seg_thread *seg_attach(void);
 void seg_homeless(uint32_t hook);
+void seg_move_early(struct seg_process *p);
 uint32_t seg_tid(void);
 /* cold.c */
 struct seg_way {

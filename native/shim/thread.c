@@ -69,6 +69,7 @@ static int take_block(struct seg_process *p) {
   uint32_t used = __atomic_load_n(&p->header->used, __ATOMIC_ACQUIRE), most = p->header->n_blocks;
   for (uint32_t i = 0; i < used && i < most; i++) {
     uint32_t left = SEG_EXITED;
+    if (!__atomic_load_n(&p->has_room[i], __ATOMIC_ACQUIRE)) continue; /* a look at its memory may be a SIGBUS */
     uint32_t *state = &block_at(p, i)->state;
     if (__atomic_load_n(state, __ATOMIC_RELAXED) == SEG_EXITED &&
         __atomic_compare_exchange_n(state, &left, SEG_ACTIVE, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED))
@@ -78,6 +79,7 @@ static int take_block(struct seg_process *p) {
   uint32_t fresh = __atomic_fetch_add(&p->header->used, 1, __ATOMIC_ACQ_REL);
   if (fresh >= most || !seg_reserve(p, (uint8_t *)block_at(p, fresh))) return -1;
   __atomic_store_n(&block_at(p, fresh)->state, SEG_ACTIVE, __ATOMIC_RELEASE);
+  __atomic_store_n(&p->has_room[fresh], 1, __ATOMIC_RELEASE);
   return (int)fresh;
 }
 
@@ -127,29 +129,56 @@ static struct seg_process *ready(void) {
   if (!p) return NULL;
   if (__atomic_compare_exchange_n(&p->state, &none, SEG_MAKING, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
     bool made = seg_make(p);
-    __atomic_store_n(&p->state, made ? SEG_READY : SEG_FAILED, __ATOMIC_RELEASE);
+    __atomic_store_n(&p->state, made ? SEG_READY : SEG_FAILED, __ATOMIC_SEQ_CST);
+    if (made) seg_move_early(p);
   }
   for (int i = 0; i < PATIENCE && __atomic_load_n(&p->state, __ATOMIC_ACQUIRE) == SEG_MAKING; i++)
     syscall(SYS_sched_yield);
   return __atomic_load_n(&p->state, __ATOMIC_ACQUIRE) == SEG_READY ? p : NULL;
 }
 
+/* A thread that found no block asks again after so many calls only. In the child of a fork all is open again. */
+#define CALLS_WITHOUT 1000
+static __thread uint32_t calls_without;
+
+static bool is_hopeless(const struct seg_process *p) {
+  uint32_t state = p ? __atomic_load_n(&p->state, __ATOMIC_ACQUIRE) : SEG_NONE;
+  return calls_without && (state == SEG_READY || state == SEG_FAILED) && calls_without--;
+}
+
 /* seg_attaching: a signal handler's call in the middle of this must not take a second block. */
 struct seg_thread *seg_attach(void) {
-  if (seg_attaching) return NULL;
+  if (seg_attaching || is_hopeless(__atomic_load_n(&seg_proc, __ATOMIC_ACQUIRE))) return NULL;
   seg_attaching = 1;
   seg_start();
   struct seg_process *p = ready();
   struct seg_thread *t = p ? join(p) : NULL;
+  if (!t) calls_without = CALLS_WITHOUT;
   seg_attaching = 0;
   return t;
 }
 
+static void count_homeless(struct seg_process *p, uint32_t hook, uint64_t calls) {
+  struct wire_count *row = (struct wire_count *)(void *)((uint8_t *)p->header + SEG_HOMELESS_AT) + hook;
+  if (!calls) return;
+  __atomic_fetch_add(&row->lost, calls, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&row->calls, calls, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&p->header->losses[SEG_NO_RING], calls, __ATOMIC_RELAXED);
+}
+
+/* Calls made while the segment was being made wait in `early`. Whoever sees it ready moves them, each of them once. */
+static void move_early(struct seg_process *p, uint32_t hook) {
+  if (__atomic_load_n(&p->state, __ATOMIC_SEQ_CST) != SEG_READY) return;
+  count_homeless(p, hook, __atomic_exchange_n(&p->early[hook], 0, __ATOMIC_SEQ_CST));
+}
+
+void seg_move_early(struct seg_process *p) {
+  for (uint32_t hook = 0; hook < WIRE_HOOKS; hook++) move_early(p, hook);
+}
+
 void seg_homeless(uint32_t hook) {
   struct seg_process *p = __atomic_load_n(&seg_proc, __ATOMIC_ACQUIRE);
-  if (!p || __atomic_load_n(&p->state, __ATOMIC_ACQUIRE) != SEG_READY) return;
-  struct wire_count *rows = (struct wire_count *)(void *)((uint8_t *)p->header + SEG_HOMELESS_AT);
-  __atomic_fetch_add(&rows[hook].lost, 1, __ATOMIC_RELAXED);
-  __atomic_fetch_add(&rows[hook].calls, 1, __ATOMIC_RELAXED);
-  __atomic_fetch_add(&p->header->losses[SEG_NO_RING], 1, __ATOMIC_RELAXED);
+  if (!p) return;
+  __atomic_fetch_add(&p->early[hook], 1, __ATOMIC_SEQ_CST);
+  move_early(p, hook);
 }
