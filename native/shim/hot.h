@@ -207,4 +207,8 @@ INLINE uint64_t seg_out_timed(struct seg_call *c, const struct seg_fixed *f, int
   seg_record(t, f->hook, c->t0, w1, a, b);
   return 0;
 }
+/* timed.c: the same for timed hooks, as functions. */
+void *seg_timed_enter(struct seg_call *c, const struct seg_fixed *f, uint32_t instance, void *back, uint64_t a,
+                      uint64_t b);
+uint64_t seg_timed_leave(struct seg_call *c, const struct seg_fixed *f, int32_t status, uint64_t a, uint64_t b);
 #endif

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from stallscope.capture.segment import Clock, Segment
-from stallscope.wire.columns import COUNT, UID_REC, columns, records
-from stallscope.wire.hook_table import BY_ID
+from stallscope.wire.columns import COUNT, TIME, UID_REC, columns, records
+from stallscope.wire.hook_table import BY_ID, HOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "build" / "shim" / "libstallscope.so"
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 60.0
+NAME_OF_TIME = {hook.time_id: hook.name for hook in HOOKS if hook.time_id >= 0}
 
 
 class Agent:
@@ -75,6 +76,8 @@ class Read:
         self.events: Counter[str] = Counter()
         self.recs = records(b"")
         self.uids: list[tuple[str, int, bytes]] = []
+        self.latest: dict[str, Any] = {}
+        self._times: dict[int, Any] = {}
 
     def drain(self) -> Read:
         """All that is there."""
@@ -96,7 +99,14 @@ class Read:
     def counts(self) -> dict[str, Any]:
         """api -> `wire_count` row, of those that changed since the last call."""
         changed = self.segment.counts()
-        return {BY_ID[h].name: row for h, row in zip(changed.hooks, columns(changed.counts, COUNT), strict=True)}
+        rows = {BY_ID[h].name: row for h, row in zip(changed.hooks, columns(changed.counts, COUNT), strict=True)}
+        self.latest |= rows
+        self._times |= dict(zip(changed.time_ids, columns(changed.times, TIME), strict=True))
+        return rows
+
+    def times(self) -> dict[str, int]:
+        """Total ns of outermost calls by api, as of the last `counts`."""
+        return {NAME_OF_TIME[t]: int(row["sum_ns"]) for t, row in self._times.items() if t in NAME_OF_TIME}
 
     def conserved(self, *, in_flight: Mapping[str, int] | None = None) -> dict[str, int]:
         """Calls made by api; fails unless each of them is a record, lost, left out by sampling, or under way."""

@@ -1,0 +1,250 @@
+"""NCCL through the shim: identities, numbers, words; and what the eBPF probes say of the same calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shim_kit import ROOT, Agent, Read, environment, run
+
+from stallscope.wire.columns import UID_REC, records
+from stallscope.wire.frames import FILE_HEADER_BYTES, Decoder, Kind
+from stallscope.wire.hook_table import BY_ID, BY_NAME
+
+SCRIPT = """
+import ctypes, sys, threading
+nccl = ctypes.CDLL(sys.argv[1] + "/libnccl.so.2")
+cuda = ctypes.CDLL(sys.argv[1] + "/libcudart.so.12")
+class Id(ctypes.Structure):
+    _fields_ = [("b", ctypes.c_char * 128)]
+uid, comms = Id(), []
+assert nccl.ncclGetUniqueId(ctypes.byref(uid)) == 0
+for rank in range(3):
+    comm = ctypes.c_uint64()
+    if rank == 1:
+        assert nccl.ncclCommInitRankConfig(ctypes.byref(comm), 4, uid, rank, None) == 0
+    else:
+        assert nccl.ncclCommInitRank(ctypes.byref(comm), 4, uid, rank) == 0
+    comms.append(comm)
+def reduce(comm, count):
+    q = ctypes.c_uint64
+    nccl.ncclAllReduce(q(1), q(2), q(count), 7, 0, comm, q(0x99), q(0))
+def many():
+    for i in range(500):
+        reduce(comms[0], i)
+threads = [threading.Thread(target=many) for _ in range(4)]
+for t in threads: t.start()
+for t in threads: t.join()
+nccl.ncclGroupStart()
+reduce(comms[1], 10); reduce(comms[2], 20)
+nccl.ncclGroupEnd()
+q = ctypes.c_uint64
+nccl.ncclBcast(q(1), q(5), 7, 0, comms[1], q(0x99))
+nccl.ncclCommDestroy(comms[2], q(0), q(0), q(0), q(0), q(0), q(0), q(0))
+"""
+ENTER, DONE, CALL = 1, 2, 0
+UID = bytes(range(1, 129))
+
+
+@pytest.fixture
+def read(agent: Agent, stubs: Path) -> Read:
+    """The script, run and read."""
+    env = environment(stubs, STALLSCOPE_SHIM=f"socket:{agent.path}")
+    run(["/usr/bin/python3", "-c", SCRIPT, stubs], env)
+    (found,) = agent.wait_for(1)
+    return found
+
+
+def of(read: Read, api: str, kind: int) -> np.ndarray:
+    rows = read.recs[(read.recs["hook"] == BY_NAME[api].id) & (read.recs["kind"] == kind)]
+    return rows
+
+
+def test_every_call_is_conserved(read: Read) -> None:
+    """And entry and return of each are records."""
+    made = read.conserved()
+    assert made["ncclAllReduce"] == 2002
+    assert len(of(read, "ncclAllReduce", ENTER)) == len(of(read, "ncclAllReduce", DONE)) == 2002
+
+
+def test_unique_ids(read: Read) -> None:
+    """At the return of ncclGetUniqueId, at the entry of what creates."""
+    read.drain()
+    assert read.uids == [
+        ("ncclGetUniqueId", DONE, UID),
+        ("ncclCommInitRank", ENTER, UID),
+        ("ncclCommInitRankConfig", ENTER, UID),
+        ("ncclCommInitRank", ENTER, UID),
+    ]
+
+
+def test_new_communicators(read: Read) -> None:
+    """Their addresses stand in the return; the table says what is known of them."""
+    read.drain()
+    rows = np.concatenate([of(read, "ncclCommInitRank", DONE), of(read, "ncclCommInitRankConfig", DONE)])
+    assert sorted(rows["a"][:, 7].tolist()) == [0x2000, 0x3000, 0x4000]
+    assert sorted(rows["a"][:, 2].tolist()) == [0, 1, 2]
+    comms = {c.pointer: c for c in read.segment.comms()}
+    assert [(comms[p].rank, comms[p].nranks, comms[p].uid, comms[p].next) for p in (0x2000, 0x3000, 0x4000)] == [
+        (0, 4, UID, 2000), (1, 4, UID, 2), (2, 4, UID, 1)
+    ]  # fmt: skip
+    assert comms[0x3000].last == (BY_NAME["ncclBcast"].id, 5, 7, 0)
+    assert read.segment.losses()["comms_made"] == 3
+
+
+def test_numbers_have_no_holes(read: Read) -> None:
+    """Four threads number the operations of one communicator."""
+    read.drain()
+    rows = of(read, "ncclAllReduce", ENTER)
+    rows = rows[rows["a"][:, 5] == 0x2000]
+    assert sorted(rows["n"].tolist()) == list(range(2000))
+    assert len(np.unique(rows["tid"])) == 4
+    assert (rows["a"][:, [0, 1, 3, 4, 6]] == [1, 2, 7, 0, 0x99]).all()
+
+
+def test_one_inside_the_other(read: Read) -> None:
+    """ncclBroadcast inside ncclBcast is no operation of its own; operations of a group are."""
+    read.drain()
+    (inner,), (outer,) = of(read, "ncclBroadcast", ENTER), of(read, "ncclBcast", ENTER)
+    assert inner["flags"] & 1
+    assert not outer["flags"] & 1
+    assert (outer["n"], outer["depth"], inner["depth"]) == (1, 0, 1)
+    assert len(of(read, "ncclGroupStart", CALL)) == 1
+
+
+def test_a_full_vital_ring(agent: Agent, stubs: Path) -> None:
+    """Nobody reads: the oldest are kept, the newest counted, and the table goes on."""
+    script = SCRIPT.replace("range(500)", "range(50000)")
+    run(["/usr/bin/python3", "-c", script, stubs], environment(stubs, STALLSCOPE_SHIM=f"socket:{agent.path}"))
+    (read,) = agent.wait_for(1)
+    made = read.conserved()
+    assert made["ncclAllReduce"] == 200_002
+    assert read.segment.losses()["vital_full"] > 100_000
+    assert {c.pointer: c.next for c in read.segment.comms()}[0x2000] == 200_000
+    first = of(read, "ncclCommInitRank", ENTER)
+    assert len(first) == 2
+
+
+JOB = [sys.executable, "-m", "stallscope.sim.job", "--ranks", "2", "--steps", "30", "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def both(
+    tmp_path_factory: pytest.TempPathFactory, _bpf_refusal: str
+) -> Iterator[tuple[dict[int, Read], dict[int, Any]]]:
+    """One job, seen by both: (segments, records of BPF) by pid. BPF's come from before the first call."""
+    if _bpf_refusal or os.environ.get("STALLSCOPE_ROOT_TESTS") == "0":
+        pytest.skip(_bpf_refusal or "STALLSCOPE_ROOT_TESTS=0")
+    folder = tmp_path_factory.mktemp("both")
+    with Agent(folder) as agent:
+        env = environment(ROOT / "build/sim/lib", STALLSCOPE_SHIM=f"socket:{agent.path}")
+        recording = folder / "job.stall"
+        start = ["sh", "-c", 'read line; exec "$@"', "sh", *JOB, "--truth", str(folder / "truth.json")]
+        with subprocess.Popen(start, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as job:
+            words = [sys.executable, "-m", "stallscope.cli.main", "attach", str(job.pid), "--sample", "1/1",
+                     "-o", str(recording), "--json"]  # fmt: skip
+            with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as tracer:
+                assert tracer.stderr is not None and job.stdin is not None
+                while "attached to PID" not in tracer.stderr.readline():
+                    pass
+                job.stdin.write("go\n")
+                job.stdin.close()
+                tracer.stderr.read()
+        yield {r.segment.header.pid: r.drain() for r in agent.read}, of_recording(recording)
+
+
+def of_recording(path: Path) -> dict[int, np.ndarray]:
+    parts = defaultdict(list)
+    for frame in Decoder().feed(path.read_bytes()[FILE_HEADER_BYTES:]):
+        if frame.kind == Kind.EVENTS:
+            rows = records(frame.body["data"])
+        elif frame.kind == Kind.UIDS:
+            rows = np.frombuffer(frame.body["data"], UID_REC)["rec"]
+        else:
+            continue
+        for pid in np.unique(rows["tgid"]).tolist():
+            parts[pid].append(rows[rows["tgid"] == pid])
+    return {pid: np.concatenate(rows) for pid, rows in parts.items()}
+
+
+def test_records_are_what_probes_record(both: tuple[dict[int, Read], dict[int, np.ndarray]]) -> None:
+    """Of each NCCL function, in the order of its calls: kinds, flags, numbers, results, and every argument."""
+    segments, probed = both
+    assert segments
+    assert set(segments) <= set(probed)
+    for pid, read in segments.items():
+        for hook in np.unique(read.recs["hook"]).tolist():
+            if BY_ID[hook].library != "NCCL":
+                continue
+            ours, theirs = (r[r["hook"] == hook] for r in (read.recs, probed[pid]))
+            ours, theirs = (r[np.lexsort((r["kind"], r["ts_ns"]))] for r in (ours, theirs))
+            assert len(ours) == len(theirs), BY_ID[hook].name
+            for field in ("kind", "flags", "status", "tid", "depth"):
+                mine, other = ours[field], theirs[field]
+                if field == "flags":
+                    mine, other = mine & 0xEF, other & 0xEF  # long or not is a matter of time
+                assert (mine == other).all(), (BY_ID[hook].name, field, mine[:9], other[:9])
+            if BY_ID[hook].cookie >> 32 & 1:
+                assert (ours["n"] == theirs["n"]).all(), BY_ID[hook].name
+            words = [i for i, w in enumerate(w for w in BY_ID[hook].arguments.split() if w != "uid[128]") if i < 8]
+            narrow = {"dtype", "redop", "root", "peer", "nranks", "rank", "color", "key", "flags", "ndev", "nid"}
+            for i in words:
+                mask = 0xFFFFFFFF if BY_ID[hook].arguments.split()[i] in narrow else 0xFFFFFFFFFFFFFFFF
+                assert ((ours["a"][:, i] ^ theirs["a"][:, i]) & np.uint64(mask) == 0).all(), (BY_ID[hook].name, i)
+
+
+MILLION = [str(ROOT / "build/targets/million"), "20000", "100", "500"]
+
+
+def run_million(env: dict[str, str], between: Callable[[int], Any]) -> tuple[dict[str, Any], Any]:
+    """(truth, what `between` returned when the program stood before its counted calls)."""
+    with subprocess.Popen(MILLION, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdin is not None and job.stdout is not None
+        job.stdout.readline()
+        found = between(job.pid)
+        job.stdin.write("go\n")
+        job.stdin.flush()
+        return json.loads(job.stdout.readline()), found
+
+
+def start_probes(pid: int) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "stallscope.cli.main", "attach", str(pid), "--json"]
+    probes = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert probes.stderr is not None
+    while "attached to PID" not in probes.stderr.readline():
+        pass
+    return probes
+
+
+@pytest.mark.parametrize("way", ["exported", "private", "inside"])
+def test_counts_are_what_probes_count(agent: Agent, needs_bpf: None, way: str) -> None:
+    """Twice the million-call program: each function as often, nested or not; waits as the program's own clock has them.
+
+    Not both at once: between the runtime and the driver stand our wrappers then, and the probes know the runtime's part
+    of a call by its return address.
+    """
+    env = environment(ROOT / "build/sim/lib", STALLSCOPE_SIM_DRIVER=way)
+    ours = env | {"STALLSCOPE_SHIM": f"socket:{agent.path}"}
+    truth, before = run_million(ours, lambda pid: agent.wait_for(1)[0].counts())
+    (read,) = agent.wait_for(1)
+    read.conserved()
+    zero = {"calls": 0, "nested": 0, "errors": 0}
+    counted = {
+        api: tuple(int(row[f]) - int(before.get(api, zero)[f]) for f in ("calls", "nested", "errors"))
+        for api, row in read.latest.items()
+    }
+    del env["LD_PRELOAD"]
+    _, probes = run_million(env, start_probes)
+    report = json.loads(probes.communicate()[0])
+    probed = {call["api"]: (call["count"], call["nested"], call["errors"] or 0) for call in report["calls"]}
+    assert {api: row for api, row in counted.items() if row[0]} == probed
+    for api in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize_ptsz", "cuStreamSynchronize"):
+        assert read.times()[api] == pytest.approx(truth["long_waits"][api]["total_ns"], rel=0.05), api
