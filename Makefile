@@ -22,7 +22,7 @@ MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 SHIM := $(BUILD)/shim/libstallscope.so
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
-.PHONY: help build generate demo test test-unit test-root test-libs test-torch test-culprit test-gpu lint fuzz bench clean
+.PHONY: help build generate demo test test-unit test-root test-libs test-torch test-culprit test-shim test-gpu lint fuzz bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -75,14 +75,17 @@ demo: build ## a simulated job of 8 ranks that one of them blocks, traced
 test: build lint ## all tests that a machine without a GPU can run
 	@# Tests without privileges keep one core busy, the others mostly wait: side by side they take 20 minutes, not 30.
 	$(Q)nice -n 19 $(PY) -m pytest tests/unit tests/sim tests/model tests/fuzz >$(BUILD)/test-unit.log 2>&1 & first=$$!; code=0; \
-	$(PY) -m pytest tests/integration tests/culprit || code=1; \
+	$(PY) -m pytest tests/integration tests/shim tests/culprit || code=1; \
 	wait $$first || code=1; cat $(BUILD)/test-unit.log; exit $$code
 
 test-unit: build ## only what needs no privileges
-	$(Q)$(PY) -m pytest tests/unit tests/sim tests/fuzz
+	$(Q)$(PY) -m pytest tests/unit tests/sim tests/shim tests/fuzz
 
 test-root: build ## all tests; a privileged one that can't run is a failure
-	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest tests/unit tests/sim tests/model tests/integration tests/culprit tests/fuzz
+	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest tests/unit tests/sim tests/model tests/integration tests/shim tests/culprit tests/fuzz
+
+test-shim: build ## the preloaded library: all its tests, with sanitizers and 100 million records (5 minutes)
+	$(Q)STALLSCOPE_LONG_TESTS=1 $(PY) -m pytest tests/shim
 
 test-libs: build ## real libcudart and libnccl in every supported version
 	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_LIBS=1 $(PY) -m pytest tests/integration/test_real_libraries.py tests/integration/test_real_communicators.py
@@ -119,7 +122,7 @@ lint: build ## formatting, types, import direction
 	$(Q)$(PY) -m pytest -q tests/unit/test_imports.py
 
 bench: build ## cost per call against bpftrace, and the rest of the promised figures
-	$(Q)$(PY) bench/run.py
+	$(Q)code=0; $(PY) bench/run.py || code=1; $(PY) bench/shim.py || code=1; exit $$code
 
 fuzz: build ## the hostile-input suites, longer
 	$(Q)STALLSCOPE_FUZZ_SECONDS=300 $(PY) -m pytest tests/fuzz

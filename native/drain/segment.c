@@ -16,6 +16,7 @@
 #endif
 #define SEAL_SHRINK 2
 #define CHUNK 1024 /* bulk records at a time */
+#define LOOKS 256  /* at one ring in one drain: a writer that is faster than we are must not hold us */
 
 bool seg_copy(const struct segment *s, uint64_t at, void *out, size_t bytes) {
   if (s->map) {
@@ -301,7 +302,9 @@ static void skip_to(struct segment *s, uint32_t block, struct seg_reader *r, uin
 static void drain_bulk(const struct sink *k, uint32_t block, struct seg_reader *r) {
   struct segment *s = k->s;
   uint64_t slots = 1ull << s->header.bulk_bits, copy[CHUNK * SEG_WORDS], head;
-  while ((head = seg_word(s, SEG_FIELD(s, block, head))) != r->tail && k->batch->n_recs < k->batch->max_recs) {
+  for (int look = 0; look < LOOKS && k->batch->n_recs < k->batch->max_recs; look++) {
+    head = seg_word(s, SEG_FIELD(s, block, head));
+    if (head == r->tail) break;
     if (head < r->tail) {
       s->corrupt++;
       r->tail = head;

@@ -12,7 +12,9 @@
 #define ADD_SEALS 1033
 #define SEALS 7 /* F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW */
 #define LONG_NS 200000
-#define LEAST_NS 200000 /* between the two readings that give the counter's rate */
+/* Between the two readings that give the counter's rate, to know it to 0.05 %. */
+#define LEAST_NS 200000
+#define LEAST_TICKS 4000
 
 struct shape {
   uint32_t blocks, bulk_bits, vital_bits;
@@ -86,10 +88,9 @@ static uint8_t *map_file(int fd, struct shape *s) {
 
 static void set_rate(struct seg_header *h) {
   do seg_pair(&h->counter, &h->mono_ns);
-  while (h->mono_ns - seg_set.mono_ns < LEAST_NS);
+  while (h->mono_ns - seg_set.mono_ns < LEAST_NS || h->counter - seg_set.counter < LEAST_TICKS);
   h->real_ns = seg_clock_ns(CLOCK_REALTIME) - (seg_clock_ns(CLOCK_MONOTONIC) - h->mono_ns);
   uint64_t ticks = h->counter - seg_set.counter, ns = h->mono_ns - seg_set.mono_ns;
-  if (!ticks) ticks = 1;
   h->ns_per_tick = (uint64_t)(((unsigned __int128)ns << 32) / ticks);
   h->ticks_per_s = (uint64_t)((unsigned __int128)ticks * 1000000000u / ns);
   h->long_ticks = (uint64_t)((unsigned __int128)LONG_NS * ticks / ns);

@@ -61,7 +61,8 @@ __attribute__((used)) void *seg_dlsym(void *handle, const char *name, const char
   return found;
 }
 
-#if defined(__x86_64__)
+#ifdef SEG_NO_DLSYM
+#elif defined(__x86_64__)
 #define ENTER(name, third)                                                                                             \
   __asm__(".text\n.p2align 4\n.globl " #name "\n.type " #name ", @function\n" #name ":\n"                              \
           ".cfi_startproc\n"                                                                                           \

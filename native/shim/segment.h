@@ -16,8 +16,10 @@
 #define SEG_NAME "stallscope-segment"
 #define SEG_PAGE 4096
 #define SEG_BLOCKS 256 /* threads at once */
+#ifndef SEG_BULK_BITS  /* tests make them small */
 #define SEG_BULK_BITS 15
 #define SEG_VITAL_BITS 12
+#endif
 #define SEG_SMALL_BULK_BITS 12 /* in a folder: a container's /dev/shm has 64 MiB */
 #define SEG_SMALL_VITAL_BITS 9
 #define SEG_COMM_BITS 10
