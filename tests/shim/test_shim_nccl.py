@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,72 +132,98 @@ def test_a_full_vital_ring(agent: Agent, stubs: Path) -> None:
     assert len(first) == 2
 
 
-JOB = [sys.executable, "-m", "stallscope.sim.job", "--ranks", "2", "--steps", "30", "--seed", "3"]
+ALONE = """
+import ctypes, sys
+cuda = ctypes.CDLL(sys.argv[1] + "/libcudart.so.12")
+nccl = ctypes.CDLL(sys.argv[1] + "/libnccl.so.2")
+class Id(ctypes.Structure):
+    _fields_ = [("b", ctypes.c_char * 128)]
+stream, memory, p, n = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p, ctypes.c_size_t
+assert cuda.cudaStreamCreateWithFlags(ctypes.byref(stream), 1) == 0
+assert cuda.cudaMalloc(ctypes.byref(memory), n(4096)) == 0
+print("ready", flush=True)
+sys.stdin.readline()
+comms = []
+for i in range(3):
+    uid, comm = Id(), p()
+    assert nccl.ncclGetUniqueId(ctypes.byref(uid)) == 0
+    if i == 2:
+        assert nccl.ncclCommInitRankConfig(ctypes.byref(comm), 1, uid, 0, None) == 0
+    else:
+        assert nccl.ncclCommInitRank(ctypes.byref(comm), 1, uid, 0) == 0
+    comms.append(comm)
+child = p()
+assert nccl.ncclCommSplit(comms[0], 0, 5, ctypes.byref(child), None) == 0
+for comm in [*comms, child] * 20:
+    assert nccl.ncclAllReduce(memory, memory, n(8), 7, 0, comm, stream) == 0
+    assert nccl.ncclReduce(memory, memory, n(8), 7, 2, 0, comm, stream) == 0
+    assert nccl.ncclBcast(memory, n(8), 7, 0, comm, stream) == 0
+    assert nccl.ncclAllGather(memory, memory, n(2), 7, comm, stream) == 0
+    assert nccl.ncclGroupStart() == 0
+    assert nccl.ncclSend(memory, n(1), 7, 0, comm, stream) == 0
+    assert nccl.ncclRecv(memory, n(1), 7, 0, comm, stream) == 0
+    assert nccl.ncclGroupEnd() == 0
+    nccl.ncclAllReduce(memory, memory, n(8), 99, 0, comm, stream)
+assert nccl.ncclCommDestroy(child) == 0
+"""
 
 
 @pytest.fixture(scope="module")
-def both(
-    tmp_path_factory: pytest.TempPathFactory, _bpf_refusal: str
-) -> Iterator[tuple[dict[int, Read], dict[int, Any]]]:
-    """One job, seen by both: (segments, records of BPF) by pid. BPF's come from before the first call."""
+def both(tmp_path_factory: pytest.TempPathFactory, _bpf_refusal: str) -> Iterator[tuple[Read, np.ndarray]]:
+    """One program, seen by both from before its first NCCL call: (segment, records of BPF)."""
     if _bpf_refusal or os.environ.get("STALLSCOPE_ROOT_TESTS") == "0":
         pytest.skip(_bpf_refusal or "STALLSCOPE_ROOT_TESTS=0")
     folder = tmp_path_factory.mktemp("both")
+    recording = folder / "alone.stall"
     with Agent(folder) as agent:
-        env = environment(ROOT / "build/sim/lib", STALLSCOPE_SHIM=f"socket:{agent.path}")
-        recording = folder / "job.stall"
-        start = ["sh", "-c", 'read line; exec "$@"', "sh", *JOB, "--truth", str(folder / "truth.json")]
-        with subprocess.Popen(start, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as job:
-            words = [sys.executable, "-m", "stallscope.cli.main", "attach", str(job.pid), "--sample", "1/1",
-                     "-o", str(recording), "--json"]  # fmt: skip
-            with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as tracer:
-                assert tracer.stderr is not None and job.stdin is not None
-                while "attached to PID" not in tracer.stderr.readline():
-                    pass
-                job.stdin.write("go\n")
-                job.stdin.close()
-                tracer.stderr.read()
-        yield {r.segment.header.pid: r.drain() for r in agent.read}, of_recording(recording)
+        sim = ROOT / "build/sim/lib"
+        env = environment(sim, STALLSCOPE_SHIM=f"socket:{agent.path}")
+        words = ["/usr/bin/python3", "-c", ALONE, str(sim)]
+        with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+            assert program.stdin is not None and program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+            probes = start_probes(program.pid, "--sample", "1/1", "-o", str(recording))
+            program.stdin.write("go\n")
+            program.stdin.close()
+            probes.communicate()
+        assert program.returncode == 0
+        (read,) = agent.wait_for(1)
+        yield read.drain(), of_recording(recording)
 
 
-def of_recording(path: Path) -> dict[int, np.ndarray]:
-    parts = defaultdict(list)
+def of_recording(path: Path) -> np.ndarray:
+    parts = []
     for frame in Decoder().feed(path.read_bytes()[FILE_HEADER_BYTES:]):
         if frame.kind == Kind.EVENTS:
-            rows = records(frame.body["data"])
+            parts.append(records(frame.body["data"]))
         elif frame.kind == Kind.UIDS:
-            rows = np.frombuffer(frame.body["data"], UID_REC)["rec"]
-        else:
-            continue
-        for pid in np.unique(rows["tgid"]).tolist():
-            parts[pid].append(rows[rows["tgid"] == pid])
-    return {pid: np.concatenate(rows) for pid, rows in parts.items()}
+            parts.append(np.frombuffer(frame.body["data"], UID_REC)["rec"])
+    return np.concatenate(parts)
 
 
-def test_records_are_what_probes_record(both: tuple[dict[int, Read], dict[int, np.ndarray]]) -> None:
+NARROW = ("dtype", "redop", "root", "peer", "nranks", "rank", "color", "key", "flags", "ndev", "nid")  # C ints
+
+
+def test_records_are_what_probes_record(both: tuple[Read, np.ndarray]) -> None:
     """Of each NCCL function, in the order of its calls: kinds, flags, numbers, results, and every argument."""
-    segments, probed = both
-    assert segments
-    assert set(segments) <= set(probed)
-    for pid, read in segments.items():
-        for hook in np.unique(read.recs["hook"]).tolist():
-            if BY_ID[hook].library != "NCCL":
-                continue
-            ours, theirs = (r[r["hook"] == hook] for r in (read.recs, probed[pid]))
-            ours, theirs = (r[np.lexsort((r["kind"], r["ts_ns"]))] for r in (ours, theirs))
-            assert len(ours) == len(theirs), BY_ID[hook].name
-            for field in ("kind", "flags", "status", "tid", "depth"):
-                mine, other = ours[field], theirs[field]
-                if field == "flags":
-                    mine, other = mine & 0xEF, other & 0xEF  # long or not is a matter of time
-                assert (mine == other).all(), (BY_ID[hook].name, field, mine[:9], other[:9])
-            if BY_ID[hook].cookie >> 32 & 1:
-                assert (ours["n"] == theirs["n"]).all(), BY_ID[hook].name
-            words = [i for i, w in enumerate(w for w in BY_ID[hook].arguments.split() if w != "uid[128]") if i < 8]
-            narrow = {"dtype", "redop", "root", "peer", "nranks", "rank", "color", "key", "flags", "ndev", "nid"}
-            for i in words:
-                mask = 0xFFFFFFFF if BY_ID[hook].arguments.split()[i] in narrow else 0xFFFFFFFFFFFFFFFF
-                assert ((ours["a"][:, i] ^ theirs["a"][:, i]) & np.uint64(mask) == 0).all(), (BY_ID[hook].name, i)
+    read, probed = both
+    hooks = [hook for hook in np.unique(read.recs["hook"]).tolist() if BY_ID[hook].library == "NCCL"]
+    assert len(hooks) == 14
+    for hook in hooks:
+        name = BY_ID[hook].name
+        ours, theirs = (r[r["hook"] == hook] for r in (read.recs, probed))
+        ours, theirs = (r[np.lexsort((r["kind"], r["ts_ns"]))] for r in (ours, theirs))
+        assert len(ours) == len(theirs), name
+        for field in ("kind", "status", "tid", "depth", "n"):
+            assert (ours[field] == theirs[field]).all(), (name, field, ours[field][:9], theirs[field][:9])
+        long = np.uint8(16)  # or not is a matter of time
+        assert (ours["flags"] | long == theirs["flags"] | long).all(), name
+        words = [word for word in BY_ID[hook].arguments.split() if word != "uid[128]"]
+        for i, word in enumerate(words[:8]):
+            mask = np.uint64(0xFFFFFFFF if word in NARROW else 0xFFFFFFFFFFFFFFFF)
+            assert ((ours["a"][:, i] ^ theirs["a"][:, i]) & mask == 0).all(), (name, word)
+        if BY_ID[hook].cookie >> 48 & 15:
+            assert (ours["a"][:, 7] == theirs["a"][:, 7]).all(), name
 
 
 MILLION = [str(ROOT / "build/targets/million"), "20000", "100", "500"]
@@ -215,8 +240,8 @@ def run_million(env: dict[str, str], between: Callable[[int], Any]) -> tuple[dic
         return json.loads(job.stdout.readline()), found
 
 
-def start_probes(pid: int) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "stallscope.cli.main", "attach", str(pid), "--json"]
+def start_probes(pid: int, *options: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "stallscope.cli.main", "attach", str(pid), "--json", *options]
     probes = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert probes.stderr is not None
     while "attached to PID" not in probes.stderr.readline():
