@@ -25,6 +25,8 @@ struct segment {
   uint64_t corrupt;
   uint64_t told[WIRE_HOOKS]; /* bulk records given out */
   struct wire_count last[WIRE_HOOKS];
+  struct wire_count base[WIRE_HOOKS]; /* what readers before this one were told; lost: what the program counted */
+  struct wire_time *base_times;       /* NULL: there were none */
   struct {
     uint64_t n, sum_ns, max_ns, in_hist;
   } marks[WIRE_TIMES];
@@ -36,6 +38,14 @@ void seg_store(struct segment *s, uint64_t at, uint64_t value); /* release */
 uint32_t seg_used(const struct segment *s);
 uint64_t seg_block_at(const struct segment *s, uint32_t block);
 struct seg_reader *seg_reader_of(struct segment *s, uint32_t block); /* NULL: no memory */
+
+/* segcounts.c */
+void seg_add(struct wire_count *sum, const struct wire_count *row);
+void seg_sum_time(const struct segment *s, uint32_t time_id, struct wire_time *sum);
+/* segbase.c */
+int seg_start_from_here(struct segment *s);
+void seg_subtract(struct wire_count *sum, const struct wire_count *base);
+void seg_subtract_time(struct wire_time *sum, const struct wire_time *base);
 
 #define SEG_FIELD(s, block, field) (seg_block_at(s, block) + offsetof(struct seg_block, field))
 #endif

@@ -8,7 +8,7 @@
 
 #define TRIES 100
 
-static void add(struct wire_count *sum, const struct wire_count *row) {
+void seg_add(struct wire_count *sum, const struct wire_count *row) {
   sum->calls += row->calls;
   sum->nested += row->nested;
   sum->errors += row->errors;
@@ -39,15 +39,18 @@ static int sum_counts(struct segment *s, struct wire_count *sums) {
     seg_copy(s, seg_block_at(s, block) + SEG_COUNTS_AT, rows, sizeof(rows));
     tell_overwritten_apart(s, block, r, rows, head);
     for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
-      add(&sums[i], &rows[i]);
+      seg_add(&sums[i], &rows[i]);
       sums[i].lost += r->missed[i];
     }
   }
-  for (uint32_t i = 0; i < WIRE_HOOKS; i++) sums[i].reserved[0] = sums[i].reserved[1] = 0;
+  for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
+    seg_subtract(&sums[i], &s->base[i]);
+    sums[i].reserved[0] = sums[i].reserved[1] = 0;
+  }
   return 0;
 }
 
-static void sum_time(const struct segment *s, uint32_t time_id, struct wire_time *sum) {
+void seg_sum_time(const struct segment *s, uint32_t time_id, struct wire_time *sum) {
   struct wire_time row;
   memset(sum, 0, sizeof(*sum));
   for (uint32_t block = 0; block < seg_used(s); block++) {
@@ -63,7 +66,8 @@ static void tell_time(struct segment *s, uint32_t time_id, struct counters_delta
   struct wire_time *t = &out->times[out->n_times];
   uint64_t in_hist = 0;
   if (time_id >= WIRE_TIMES) return;
-  sum_time(s, time_id, t);
+  seg_sum_time(s, time_id, t);
+  if (s->base_times) seg_subtract_time(t, &s->base_times[time_id]);
   for (int i = 0; i < WIRE_BUCKETS; i++) in_hist += t->hist[i];
   if (t->n == s->marks[time_id].n && t->sum_ns == s->marks[time_id].sum_ns && in_hist == s->marks[time_id].in_hist &&
       t->max_ns == s->marks[time_id].max_ns)

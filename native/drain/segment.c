@@ -90,6 +90,7 @@ static int open_checked(struct segment *s, const char **why) {
   else *why = wrong_with(&s->header, (uint64_t)st.st_size);
   if (*why) return -EPROTO;
   int ret = map(s);
+  if (!ret && s->header.reader) ret = seg_start_from_here(s);
   if (!ret) seg_store(s, offsetof(struct seg_header, reader), s->header.reader + 1);
   return ret;
 }
@@ -109,6 +110,7 @@ int segment__open(int fd, struct segment **out, const char **why) {
 void segment__close(struct segment *s) {
   if (!s) return;
   for (int i = 0; i < SEG_BLOCKS; i++) free(s->readers[i]);
+  free(s->base_times);
   if (s->map) munmap(s->map, s->header.total_bytes);
   if (s->fd >= 0) close(s->fd);
   free(s);

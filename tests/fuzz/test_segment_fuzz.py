@@ -16,7 +16,9 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory, needs_tool: Callable[[str],
     cc, folder = needs_tool("cc"), tmp_path_factory.mktemp("fuzz")
     (folder / "empty.c").write_text("int main(void) { return 0; }\n")
     probe = subprocess.run([cc, *SANITIZERS, "empty.c", "-o", "empty"], cwd=folder, capture_output=True)
-    sources = [ROOT / "native/drain" / name for name in ("fuzz/segment_fuzz.c", "segment.c", "segcounts.c")]
+    sources = [
+        ROOT / "native/drain" / name for name in ("fuzz/segment_fuzz.c", "segment.c", "segcounts.c", "segbase.c")
+    ]
     folders = [f"-I{ROOT}/native", f"-I{ROOT}/native/drain"]
     extra = [] if probe.returncode else SANITIZERS
     subprocess.run([cc, *STRICT, *extra, *folders, *sources, "-o", folder / "fuzz"], check=True)

@@ -37,6 +37,7 @@ class Agent:
         self.clock = Clock()
         self.read: list[Read] = []
         self.said: list[bytes] = []
+        self.fds: list[int] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -49,7 +50,7 @@ class Agent:
                 said, fds, _, _ = socket.recv_fds(connection, 64, 1)
             self.said.append(said)
             self.read.append(Read(Segment(fds[0]), self.clock))
-            os.close(fds[0])
+            self.fds.append(fds[0])
 
     def wait_for(self, count: int) -> list[Read]:
         """That many segments, in the order in which they came."""
@@ -66,6 +67,8 @@ class Agent:
         self._socket.close()
         for read in self.read:
             read.segment.close()
+        for fd in self.fds:
+            os.close(fd)
 
 
 class Read:

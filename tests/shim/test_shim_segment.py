@@ -164,20 +164,43 @@ def test_a_dead_agent(agent: Agent, stubs: Path) -> None:
         process.stdout.readline()
         (read,) = agent.wait_for(1)
         read.drain()
-        fd = os.open(
-            next(p for p in Path(f"/proc/{process.pid}/fd").iterdir() if "stallscope" in os.readlink(p)), os.O_RDWR
-        )
         read.segment.close()
         process.stdin.write("200000\n")
         process.stdin.flush()
         process.stdout.readline()
-        read.segment = Segment(fd)  # the next agent
-        os.close(fd)
-        assert read.segment.header.readers == 1
-        read.events.clear()
-        read.drain()
-        assert sum(read.events.values()) == 32767
+        after = Read(Segment(agent.fds[0]), agent.clock)  # the next agent
+        assert after.segment.header.readers == 1
+        assert after.conserved()["cudaLaunchKernel"] == 32767
+        process.stdin.write("1000\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        assert after.conserved()["cudaLaunchKernel"] == 33767
+        assert sum(after.events.values()) == 33767
+        after.segment.close()
         process.stdin.close()
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_one_agent_after_the_other(agent: Agent, stubs: Path, quiet: bool) -> None:
+    """Each call is told to one of them, also when they change in the middle of it all."""
+    words = [str(stubs / "program"), "threads", "3", "1", "100" if quiet else "5000000"]
+    env = environment(stubs, STALLSCOPE_SHIM=f"socket:{agent.path}")
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as process:
+        (first,) = agent.wait_for(1)
+        if quiet:
+            process.wait()
+            first.drain()
+        else:
+            first.segment.drain(1, 1, agent.clock, 4096)
+        first.segment.close()
+        second = Read(Segment(agent.fds[0]), agent.clock)
+        process.wait()
+        second.drain().counts()
+    row = second.latest.get("cudaLaunchKernel", {"calls": 0, "lost": 0})
+    told, made = second.events["cudaLaunchKernel"] + int(row["lost"]), int(row["calls"])
+    assert bool(made) != quiet
+    assert abs(told - made) <= (0 if quiet else 3)  # a call a thread, where it never stood still for a look
+    second.segment.close()
 
 
 def test_times_are_the_systems(agent: Agent, stubs: Path) -> None:

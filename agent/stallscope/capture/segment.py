@@ -137,7 +137,7 @@ class Clock:
 
 
 class Segment:
-    """One process's segment. One reader at a time.
+    """One process's segment. One reader at a time; a later one is told what happened since the one before stopped.
 
     Args:
         fd: the memfd or file, opened for reading and writing; stays the caller's.
@@ -232,11 +232,12 @@ class Segment:
 
         overwritten and vital_full: records; no_ring, busy, stale: calls without a record; no_comm: operations without a
         number; unwrapped: function pointers handed out as they were; hello: the socket could not be told; corrupt:
-        times something made no sense; comms_made: communicators created, no loss.
+        times something made no sense; comms_made: communicators created, no loss; deep: 0, calls are recorded
+        however deep they nest.
         """
         out = ffi.new("uint64_t[]", lib.SEGMENT_LOSSES)
         lib.segment__losses(self._c, out)
-        return dict(zip(_LOSSES, map(int, out), strict=True))
+        return {**dict(zip(_LOSSES, map(int, out), strict=True)), "deep": 0}
 
     def set_mode(self, mode: Mode, one_in: float = 1.0, *, tap: bool = False, long_ns: int = LONG_NS) -> None:
         """Change how calls are recorded, at once.
