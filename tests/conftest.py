@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,3 +130,22 @@ def real_cudart() -> Path:
 def real_nccl() -> Path:
     """NVIDIA's NCCL 2.27."""
     return wheel_library("nvidia-nccl-cu12", "2.27.5", "nvidia/nccl/lib/libnccl.so.2")
+
+
+@pytest.fixture(scope="session")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with stub libraries of CUDA and NCCL, and `program` that calls them (tests/shim)."""
+    from shim_kit import build_stubs
+
+    folder = tmp_path_factory.mktemp("stubs")
+    build_stubs(folder)
+    return folder
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Any]:
+    """A socket that takes segments (tests/shim)."""
+    from shim_kit import Agent
+
+    with Agent(tmp_path) as found:
+        yield found

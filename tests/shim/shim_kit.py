@@ -133,3 +133,26 @@ def run(words: Sequence[str | Path], env: Mapping[str, str], code: int = 0) -> d
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, int] = json.loads(lines[0]) if lines else {}
     return found
+
+
+FLAGS = ["gcc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+
+
+def library(folder: Path, kind: str, soname: str, *more: str) -> Path:
+    """One of stubs.c."""
+    out = folder / soname
+    shared = ["-shared", "-fPIC", f"-Wl,-soname,{soname}", f"-DLIBRARY_{kind}", *more]
+    subprocess.run([*FLAGS, *shared, str(HERE / "stubs.c"), "-o", str(out)], check=True)
+    return out
+
+
+def build_stubs(folder: Path) -> None:
+    """The stub libraries, and `program` that calls them."""
+    made = [
+        library(folder, "cudart", "libcudart.so.12", "-DMARK=12"),
+        library(folder, "cuda", "libcuda.so.1"),
+        library(folder, "nccl", "libnccl.so.2"),
+    ]
+    library(folder, "cudart", "libcudart.so.13", "-DMARK=13")
+    words = [str(HERE / "program.c"), "-o", str(folder / "program"), f"-Wl,--no-as-needed,-rpath,{folder}"]
+    subprocess.run([*FLAGS, *words, *map(str, made)], check=True)
