@@ -26,9 +26,9 @@ static uintptr_t hex_at(const char **at) {
 static int is_writable(uintptr_t address) {
   char text[4096];
   size_t kept = 0;
-  int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC), found = -1;
-  for (ssize_t n = 1; fd >= 0 && found < 0 && n > 0;) {
-    n = read(fd, text + kept, sizeof(text) - 1 - kept);
+  int fd = sys_open("/proc/self/maps", O_RDONLY | O_CLOEXEC, 0), found = -1;
+  for (long n = 1; fd >= 0 && found < 0 && n > 0;) {
+    n = sys_read(fd, text + kept, sizeof(text) - 1 - kept);
     if (n < 0) break;
     text[kept + (size_t)n] = 0;
     const char *line = text;
@@ -41,7 +41,7 @@ static int is_writable(uintptr_t address) {
     if (kept == sizeof(text) - 1) kept = 0;
     memmove(text, line, kept);
   }
-  if (fd >= 0) close(fd);
+  if (fd >= 0) sys_close(fd);
   return found;
 }
 

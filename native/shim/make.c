@@ -56,14 +56,14 @@ static bool path_of(char *path, size_t size) {
 
 static int open_file(char *path, size_t size) {
   if (!seg_set.folder[0]) return (int)syscall(SYS_memfd_create, SEG_NAME, MFD_CLOEXEC_ | MFD_ALLOW_SEALING_);
-  return path_of(path, size) ? open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600) : -1;
+  return path_of(path, size) ? sys_open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600) : -1;
 }
 
 /* Out of the way of programs that count on low numbers. */
 static int move_high(int fd) {
   int high = (int)syscall(SYS_fcntl, fd, F_DUPFD_CLOEXEC, HIGH_FD);
   if (high < 0) return fd;
-  close(fd);
+  sys_close(fd);
   return high;
 }
 
@@ -121,7 +121,7 @@ static struct {
 } parents = {.fd = -1};
 
 static void close_parents(void) {
-  if (parents.fd >= 0 && seg_same_file(parents.fd, parents.device, parents.inode)) close(parents.fd);
+  if (parents.fd >= 0 && seg_same_file(parents.fd, parents.device, parents.inode)) sys_close(parents.fd);
   parents.fd = -1;
 }
 
@@ -133,8 +133,8 @@ bool seg_make(struct seg_process *p) {
   if (fd < 0) return false;
   uint8_t *at = map_file(fd, &s);
   if (!at) {
-    close(fd);
-    if (path[0]) unlink(path);
+    sys_close(fd);
+    if (path[0]) syscall(SYS_unlinkat, AT_FDCWD, path, 0);
     return false;
   }
   madvise(at, s.bytes, MADV_DONTDUMP);

@@ -47,10 +47,10 @@ void seg_pair(uint64_t *counter, uint64_t *mono_ns) {
 /* The name in field 2 may hold anything, also ") "; no field after it holds a bracket. */
 uint64_t seg_start_ticks(void) {
   char text[1024];
-  int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+  int fd = sys_open("/proc/self/stat", O_RDONLY | O_CLOEXEC, 0);
   if (fd < 0) return 0;
-  ssize_t n = read(fd, text, sizeof(text) - 1);
-  close(fd);
+  long n = sys_read(fd, text, sizeof(text) - 1);
+  sys_close(fd);
   if (n <= 0) return 0;
   text[n] = 0;
   const char *at = strrchr(text, ')');
@@ -90,7 +90,7 @@ static bool send_segment(int to, const struct seg_process *p) {
   c->cmsg_type = SCM_RIGHTS;
   c->cmsg_len = CMSG_LEN(sizeof(int));
   memcpy(CMSG_DATA(c), &p->fd, sizeof(int));
-  return sendmsg(to, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)sizeof(hello);
+  return syscall(SYS_sendmsg, to, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == (long)sizeof(hello);
 }
 
 /* Never waits: an agent that is gone or busy is not told, and that is counted. */
@@ -98,8 +98,8 @@ void seg_hello(struct seg_process *p) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   if (!seg_set.socket[0]) return;
   memcpy(address.sun_path, seg_set.socket, sizeof(address.sun_path));
-  int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  bool told = fd >= 0 && !connect(fd, (struct sockaddr *)&address, sizeof(address)) && send_segment(fd, p);
-  if (fd >= 0) close(fd);
+  int fd = (int)syscall(SYS_socket, AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  bool told = fd >= 0 && !syscall(SYS_connect, fd, &address, sizeof(address)) && send_segment(fd, p);
+  if (fd >= 0) sys_close(fd);
   if (!told) __atomic_fetch_add(&p->header->losses[SEG_HELLO], 1, __ATOMIC_RELAXED);
 }

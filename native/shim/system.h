@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The few system calls, made directly: glibc's newer wrappers would be newer symbols. */
+ * The few system calls, made directly: some of glibc's functions are newer symbols, others are places where a thread can
+ * be cancelled, and a launch is none. */
 #ifndef STALLSCOPE_SYSTEM_H
 #define STALLSCOPE_SYSTEM_H
 #include "shim.h"
@@ -25,6 +26,15 @@ void seg_hello(struct seg_process *p);
 bool seg_same_file(int fd, uint64_t device, uint64_t inode);
 void seg_identify(int fd, uint64_t *device, uint64_t *inode);
 
-/* The fields of struct statx that are read; the kernel's own header may be too old to have it. */
 #define SEG_WIPEONFORK 18
+
+INLINE int sys_open(const char *path, int flags, int mode) {
+  return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+INLINE long sys_read(int fd, void *to, size_t bytes) {
+  return syscall(SYS_read, fd, to, bytes);
+}
+INLINE int sys_close(int fd) {
+  return (int)syscall(SYS_close, fd);
+}
 #endif
