@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from figures import Figure, confidence, facts, print_table
+from figures import Figure, confidence, facts, not_measured, print_table
+from shim_peers import Peer, bpftrace_peer, lttng_peer
 
 from stallscope.capture.segment import Mode, Segment
 
@@ -149,6 +150,32 @@ def paced_figure(name: str, ratios: list[float], bar: float) -> Figure:
     return Figure(name, "", statistics.median(ratios), low, high, bar=bar, at_least=True, note="95 % interval")
 
 
+def against(c: Caller, name: str, peer: Peer, count: int, bar: float) -> Figure:
+    """How many times ours a peer costs, both over bare: the least of the rounds; the median stands beside."""
+    c.segment.set_mode(Mode.FULL)
+    rows = [(peer(0), peer(1), c.ns(BARE), c.ns(LAUNCH)) for _ in range(count)]
+    bare, traced, ours_bare, ours = zip(*rows, strict=True)
+    least = (min(traced) - min(bare)) / (min(ours) - min(ours_bare))
+    median = statistics.median((b - a) / (d - c) for a, b, c, d in rows if d > c)
+    note = f"{min(traced) - min(bare):.0f} ns over bare"
+    return Figure(name, "", least, min(least, median), max(least, median), bar=bar, at_least=True, note=note)
+
+
+def peers(c: Caller, core: int, quick: bool) -> list[Figure]:
+    """Those that can run here; each other one is named with the reason."""
+    found = []
+    for name, peer, bar in (
+        ("LTTng-UST entry + exit: times ours", lttng_peer, 8.0),
+        ("bpftrace histogram: times ours", bpftrace_peer, 60.0),
+    ):
+        try:
+            with peer(core) as ns:
+                found.append(against(c, name, ns, 5 if quick else 20, bar))
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            found.append(not_measured(name, error))
+    return found
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Measures the cost of libstallscope.so.")
@@ -162,6 +189,7 @@ def main() -> int:
         out.append(
             paced_figure("2 us a launch, min: throughput", paced(c, 20 if quick else 100, Mode.MIN, 1000), 0.995)
         )
+        out += peers(c, max(os.sched_getaffinity(0)), quick)
     print_table("Cost of the preloaded library", out)
     return 0 if all(figure.met for figure in out) else 1
 
