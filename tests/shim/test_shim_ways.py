@@ -57,6 +57,17 @@ def test_names_that_are_not_ours(agent: Agent, callers: Path) -> None:
     assert not agent.read
 
 
+def test_a_version_of_a_name(agent: Agent, callers: Path, tmp_path: Path) -> None:
+    """dlvsym finds a wrapper of the version that was asked for."""
+    versions = tmp_path / "versions"
+    versions.write_text("V1 { global: *; };\n")
+    words = ["gcc", "-shared", "-fPIC", "-DLIBRARY_cudart", str(HERE / "stubs.c"), f"-Wl,--version-script={versions}"]
+    subprocess.run([*words, "-Wl,-soname,libcudart.so.11.0", "-o", str(callers / "versioned.so")], check=True)
+    assert ways("versions", agent, callers) == [False, True]
+    (read,) = agent.wait_for(1)
+    assert read.conserved() == {"cudaLaunchKernel": 1}
+
+
 def test_children_of_a_program_that_cleared_its_environment(agent: Agent, callers: Path) -> None:
     """They are followed, except the one that says off."""
     codes = ways("children", agent, callers)

@@ -71,6 +71,17 @@ def names() -> object:
     return [libc.getpid() == os.getpid(), missing]
 
 
+def versions() -> object:
+    """dlvsym: a version that is there, one that is not, and a name that is not ours."""
+    libc = ctypes.CDLL(None)
+    libc.dlvsym.restype, libc.dlvsym.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
+    runtime = ctypes.CDLL(f"{FOLDER}/versioned.so")
+    found = [libc.dlvsym(runtime._handle, b"cudaLaunchKernel", version) for version in (b"V1", b"V2")]
+    assert found[0]
+    launch(found[0])
+    return [bool(found[1]), bool(libc.dlvsym(libc._handle, b"getpid", b"GLIBC_2.2.5"))]
+
+
 def children() -> object:
     """Programs started without our entry: by exec functions with an empty environment."""
     program = [f"{FOLDER}/program", "calls", "10"]
@@ -93,5 +104,5 @@ def children() -> object:
 
 
 WAYS: dict[str, Callable[[], object]] = {f.__name__: f for f in (two_runtimes, deepbind, deepbind_lazy, proc_address,
-                                                                names, children)}  # fmt: skip
+                                                                names, versions, children)}  # fmt: skip
 print(json.dumps({"found": WAYS[sys.argv[1]]()}))
