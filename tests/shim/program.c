@@ -38,22 +38,29 @@ static int launch(void) {
   return cudaLaunchKernel(0x1234, 1, 2, 3, 4, 5, 6, 0x5678);
 }
 
+static unsigned long reduced;
+static void reduce(void) {
+  __atomic_fetch_add(&reduced, 1, __ATOMIC_RELAXED);
+  ncclAllReduce(1, 2, 3, 4, 5, COMM, 7, 0);
+}
+
 static void on_alarm(int number) {
   (void)number;
   in_handler++;
   cudaLaunchKernel(0x1234, 1, 2, 3, 4, 5, 6, 0x5678);
+  if (numbers[1]) reduce();
 }
 
-/* Calls from a signal handler in the middle of calls. */
+/* CALLS calls; calls from a signal handler in the middle of them. NCCL = 1: also operations of a communicator. */
 static void storm(void) {
   struct itimerval every = {{0, 60}, {0, 60}};
   launch();
   signal(SIGALRM, on_alarm);
   setitimer(ITIMER_REAL, &every, NULL);
-  for (long i = 0; i < numbers[0]; i++) launch();
+  for (long i = 0; i < numbers[0]; i++) numbers[1] ? reduce() : (void)launch();
   setitimer(ITIMER_REAL, &(struct itimerval){0}, NULL);
-  char more[64];
-  snprintf(more, sizeof(more), ", \"in_handler\": %lu", in_handler);
+  char more[96];
+  snprintf(more, sizeof(more), ", \"ncclAllReduce\": %lu, \"in_handler\": %lu", reduced, in_handler);
   say(more);
 }
 

@@ -82,10 +82,10 @@ class Read:
         self.latest: dict[str, Any] = {}
         self._times: dict[int, Any] = {}
 
-    def drain(self) -> Read:
-        """All that is there."""
+    def drain(self, rounds: int = 1_000_000) -> Read:
+        """All that is there, or as much as comes in so many rounds."""
         parts = [self.recs]
-        while True:
+        for _ in range(rounds):
             batch = self.segment.drain(1, self.segment.header.pid, self.clock, 8192)
             if not batch.n_recs and not batch.n_uids:
                 break

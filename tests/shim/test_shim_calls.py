@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -36,12 +37,21 @@ def test_plain_calls(agent: Agent, stubs: Path, mode: str) -> None:
     assert (read.recs["dur_ns"] > 0).all() == (mode != "lite")
 
 
-def test_signals_in_the_middle_of_calls(agent: Agent, stubs: Path) -> None:
-    """A handler that calls a hooked function, thousands of times, some of them while a record is written."""
-    truth = run([stubs / "program", "storm", "3000000"], env(agent, stubs))
-    assert truth.pop("in_handler") > 100
-    (read,) = agent.wait_for(1)
-    assert read.conserved() == truth
+@pytest.mark.parametrize(("calls", "nccl"), [(3_000_000, 0), (300_000, 1)])
+def test_signals_in_the_middle_of_calls(agent: Agent, stubs: Path, calls: int, nccl: int) -> None:
+    """A handler that calls hooked functions, thousands of times, some of them while a record is written."""
+    words = [str(stubs / "program"), "storm", str(calls), str(nccl)]
+    with subprocess.Popen(words, env=env(agent, stubs), stdout=subprocess.PIPE, text=True) as process:
+        (read,) = agent.wait_for(1)
+        while process.poll() is None:
+            read.drain(rounds=1)
+        assert process.stdout is not None
+        truth = json.loads(process.stdout.readline())
+    assert truth.pop("in_handler") > 10
+    assert read.conserved() == {api: count for api, count in truth.items() if count}
+    entries = read.recs[(read.recs["hook"] == BY_NAME["ncclAllReduce"].id) & (read.recs["kind"] == 1)]
+    numbers = entries["n"][entries["flags"] & 1 == 0]
+    assert len(np.unique(numbers)) == len(numbers)  # no number was given twice
 
 
 @pytest.mark.parametrize(("at_once", "groups"), [(1, 800), (100, 8)])
