@@ -7,22 +7,19 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-static void *wiped;
-static size_t wiped_bytes;
-
-static void wipe(void) {
-  if (wiped) memset(wiped, 0, wiped_bytes);
+/* In the child of a fork. Where the kernel emptied the pages nothing is left to do. */
+static void forget(void) {
+  struct seg_process *p = seg_proc;
+  if (p && p->state) memset(p, 0, sizeof(*p));
 }
 
-/* Before Linux 4.14 no kernel empties pages at a fork; glibc's handler sees every fork but raw system calls. */
+/* Both: before Linux 4.14 no kernel empties pages at a fork, and some that run programs of others only say they do;
+ * glibc's handler sees every fork but raw system calls. */
 void *seg_private(size_t bytes) {
   void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) return NULL;
-  if (madvise(p, bytes, SEG_WIPEONFORK)) {
-    wiped = p;
-    wiped_bytes = bytes;
-    pthread_atfork(NULL, NULL, wipe);
-  }
+  madvise(p, bytes, SEG_WIPEONFORK);
+  pthread_atfork(NULL, NULL, forget);
   return p;
 }
 

@@ -135,24 +135,24 @@ def run(words: Sequence[str | Path], env: Mapping[str, str], code: int = 0) -> d
     return found
 
 
-FLAGS = ["gcc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+FLAGS = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
 
 
-def library(folder: Path, kind: str, soname: str, *more: str) -> Path:
+def library(folder: Path, kind: str, soname: str, *more: str, cc: str = "gcc") -> Path:
     """One of stubs.c."""
     out = folder / soname
     shared = ["-shared", "-fPIC", f"-Wl,-soname,{soname}", f"-DLIBRARY_{kind}", *more]
-    subprocess.run([*FLAGS, *shared, str(HERE / "stubs.c"), "-o", str(out)], check=True)
+    subprocess.run([cc, *FLAGS, *shared, str(HERE / "stubs.c"), "-o", str(out)], check=True)
     return out
 
 
-def build_stubs(folder: Path) -> None:
+def build_stubs(folder: Path, cc: str = "gcc") -> None:
     """The stub libraries, and `program` that calls them."""
     made = [
-        library(folder, "cudart", "libcudart.so.12", "-DMARK=12"),
-        library(folder, "cuda", "libcuda.so.1"),
-        library(folder, "nccl", "libnccl.so.2"),
+        library(folder, "cudart", "libcudart.so.12", "-DMARK=12", cc=cc),
+        library(folder, "cuda", "libcuda.so.1", cc=cc),
+        library(folder, "nccl", "libnccl.so.2", cc=cc),
     ]
-    library(folder, "cudart", "libcudart.so.13", "-DMARK=13")
+    library(folder, "cudart", "libcudart.so.13", "-DMARK=13", cc=cc)
     words = [str(HERE / "program.c"), "-o", str(folder / "program"), f"-Wl,--no-as-needed,-rpath,{folder}"]
-    subprocess.run([*FLAGS, *words, *map(str, made)], check=True)
+    subprocess.run([cc, *FLAGS, *words, *map(str, made)], check=True)
