@@ -227,13 +227,15 @@ static void calls(void) {
   say("");
 }
 
-/* Waits for lines: each a number of calls. */
+/* Waits for lines: each a number of calls, negative for cudaEventQuery. */
 static void obeys(void) {
   char line[64];
   launch();
   say("");
   while (fgets(line, sizeof(line), stdin)) {
-    for (long i = 0, n = atol(line); i < n; i++) launch();
+    long n = atol(line);
+    for (long i = 0; i < n; i++) launch();
+    for (long i = n; i < 0; i++) cudaEventQuery(7, 0, 0, 0, 0, 0, 0, 0);
     say("");
   }
 }

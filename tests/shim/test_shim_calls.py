@@ -172,7 +172,7 @@ def test_no_system_call_on_the_way(agent: Agent, stubs: Path, mode: str) -> None
 
 
 def test_the_agent_changes_the_mode(agent: Agent, stubs: Path) -> None:
-    """At once, without losing count."""
+    """At once, without losing count: how many are recorded, and all of what tells of completion."""
     words = [str(stubs / "program"), "obeys"]
     with subprocess.Popen(
         words, env=env(agent, stubs), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -180,15 +180,18 @@ def test_the_agent_changes_the_mode(agent: Agent, stubs: Path) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
         (read,) = agent.wait_for(1)
-        for mode, one_in in ((Mode.MIN, 1000.0), (Mode.FULL, 1.0), (Mode.FULL, 1e12)):
-            read.segment.set_mode(mode, one_in)
-            process.stdin.write("5000\n")
+        for mode, one_in, tap, calls in ((Mode.MIN, 1000.0, False, 5000), (Mode.FULL, 1.0, False, 5000),
+                                         (Mode.FULL, 1e12, False, 5000), (Mode.MIN, 1e12, False, -300),
+                                         (Mode.MIN, 1e12, True, -400)):  # fmt: skip
+            read.segment.set_mode(mode, one_in, tap=tap, long_ns=1_000_000_000)
+            process.stdin.write(f"{calls}\n")
             process.stdin.flush()
             process.stdout.readline()
             read.drain()
         process.stdin.close()
-    assert read.conserved() == {"cudaLaunchKernel": 15_001}
-    assert 5001 < sum(read.events.values()) < 5100
+    assert read.conserved() == {"cudaLaunchKernel": 15_001, "cudaEventQuery": 700}
+    assert 5001 < read.events["cudaLaunchKernel"] < 5100
+    assert read.events["cudaEventQuery"] == 401  # the first call of all is always chosen
 
 
 def test_a_late_agent(agent: Agent, stubs: Path) -> None:
