@@ -39,6 +39,7 @@ def recording(tmp_path: Path) -> Path:
     ("attach abc", "stallscope attach [-h]", "'abc' is not a process id (a number)"),
     ("attach 1 --duration x", "stallscope attach [-h]", "'x': give a positive number of seconds"),
     ("attach 1 --sample 0", "stallscope attach [-h]", "give a rate above 0"),
+    ("run --mode fast -- true", "stallscope run [-h]", "invalid choice: 'fast'"),
 ])  # fmt: skip
 def test_wrong_arguments(words: str, usage: str, told: str) -> None:
     done = shell(f"$S {words}")
@@ -49,7 +50,7 @@ def test_wrong_arguments(words: str, usage: str, told: str) -> None:
     assert done.stderr.endswith(f"\n  next: {command} --help\n")
 
 
-@pytest.mark.parametrize("command", ["run", "daemon", "sidecar", "ctl", "export", "top", "hub"])
+@pytest.mark.parametrize("command", ["daemon", "sidecar", "ctl", "export", "top", "hub"])
 def test_reserved(command: str) -> None:
     done = shell(f"$S {command}")
     assert done.returncode == 2

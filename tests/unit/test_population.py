@@ -62,12 +62,13 @@ class World:
             SimpleNamespace(forget=lambda linked: None),
             SimpleNamespace(close_later=lambda entries, returns: None),
         )
+        shims = SimpleNamespace(has=lambda target: False)
         monkeypatch.setattr(module, "children_of", self._descendants)
         monkeypatch.setattr(module, "facts_of", self._facts)
         monkeypatch.setattr(module.os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))
         monkeypatch.setattr(module, "_pidfd_ended", lambda fd: False)
         send = lambda kind, body: self.frames.append((kind, body))  # noqa: E731
-        self.population = Population(tables, linker, sharing, reaper, send, lambda: 5, follow=True)  # type: ignore[arg-type]
+        self.population = Population(tables, linker, sharing, reaper, shims, send, lambda: 5, follow=True)  # type: ignore[arg-type]
 
     def _descendants(self, pid: int) -> list[int]:
         direct = self.children.get(pid, [])

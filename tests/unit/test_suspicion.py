@@ -9,6 +9,7 @@ import pytest
 
 from stallscope.capture import suspicion as module
 from stallscope.capture.hoststate import HostThread
+from stallscope.capture.rings import Thread
 from stallscope.capture.suspicion import MAX_STACKS, Suspicion
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import BY_NAME
@@ -30,14 +31,13 @@ class World:
         self.taps: list[bool] = []
         self.wanted: list[int] = []
         self.targets = [self._target(proc) for proc in range(1, processes + 1)]
-        rows = SimpleNamespace(rows_of_tgid=lambda pid: [SimpleNamespace(tid=pid, calls=5)])
-        tables = SimpleNamespace(open_tap=self.taps.append, rows=rows)
+        callers = lambda target: [Thread(target.pid, 0, 5)]  # noqa: E731
         stacks = SimpleNamespace(want=lambda w: self.wanted.append(w.proc), step=lambda: None, forget=lambda: None)
         monkeypatch.setattr(module, "read_threads", self._read)
         monkeypatch.setattr(module, "own_tid", lambda pid, tid: tid)
         monkeypatch.setattr(module.WrittenFiles, "advance", lambda files, pid, tid: None)
         send = lambda kind, body: self.frames.append((kind, body))  # noqa: E731
-        self.suspicion = Suspicion(tables, send, lambda: self.now, stacks)  # type: ignore[arg-type]
+        self.suspicion = Suspicion(self.taps.append, callers, send, lambda: self.now, stacks)  # type: ignore[arg-type]
 
     def _target(self, proc: int) -> Any:
         linked = {1: SimpleNamespace(library="NCCL")}

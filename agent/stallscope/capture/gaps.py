@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stallscope.wire.frames import Kind
 
-__all__ = ["LOSS_PLACES", "Losses"]
+__all__ = ["LOSS_PLACES", "TURNED_AWAY", "Losses", "Totals"]
 
 LOSS_PLACES = {
     0: "bulk ring full",
@@ -19,7 +19,7 @@ LOSS_PLACES = {
 }
 # Not calls: what was turned away here stands in the notes. A return without an entry (place 8) is no loss at all: its
 # call began before the link.
-_TURNED_AWAY = {
+TURNED_AWAY = {
     5: "process events (fork, exec, exit) were lost because their ring was full",
     9: "operations have no sequence number because the communicator table was full",
     10: "forked processes are not traced because no process slot was free",
@@ -38,60 +38,74 @@ class _Open:
 
 
 class Losses:
-    """Watches the loss counters of the ctl map.
+    """Watches loss counters.
 
     Each increase opens or extends a gap of its place; a gap is sent when nothing was lost for QUIET_NS or it is
     LONGEST_NS old, so that a long flood is a few frames and not one a poll.
+
+    Args:
+        read: the counters by place, cumulative.
+        source: as in GAP frames.
+        proc: whose losses they are, None for all.
+        since_ns: since when something may have been lost, 0 for the first look.
     """
 
-    def __init__(self, read: Callable[[int], int], send: Send) -> None:
-        self._read = read
-        self._send = send
-        self._seen = dict.fromkeys(LOSS_PLACES, 0)
-        self._open: dict[int, _Open] = {}
-        self._last_ns = 0
-        self._sent: dict[str, int] = {}
+    def __init__(
+        self, read: Callable[[], Mapping[str, int]], send: Send, source: str = "bpf", proc: int | None = None,
+        since_ns: int = 0,
+    ) -> None:  # fmt: skip
+        self._read, self._send = read, send
+        self._source, self._proc = source, proc
+        self._seen: dict[str, int] = {}
+        self._open: dict[str, _Open] = {}
+        self._last_ns = since_ns
 
     def poll(self, now_ns: int) -> None:
-        """Compare the counters with the last look; call it at least every 20 ms, it costs six loads."""
-        for place in LOSS_PLACES:
-            count = self._read(place)
-            if count > self._seen[place]:
-                self._extend(place, count - self._seen[place], now_ns)
+        """Compare the counters with the last look; call it at least every 20 ms, it costs a few loads."""
+        for place, count in self._read().items():
+            before = self._seen.get(place, 0)
+            if count > before:
+                self._extend(place, count - before, now_ns)
                 self._seen[place] = count
         for place, gap in list(self._open.items()):
             if now_ns - gap.to_ns > QUIET_NS or now_ns - gap.from_ns > LONGEST_NS:
                 self._close(place)
         self._last_ns = now_ns
 
-    def _extend(self, place: int, count: int, now_ns: int) -> None:
+    def _extend(self, place: str, count: int, now_ns: int) -> None:
         gap = self._open.setdefault(place, _Open(0, self._last_ns or now_ns, now_ns))
         gap.count += count
         gap.to_ns = now_ns
 
-    def _close(self, place: int) -> None:
+    def _close(self, place: str) -> None:
         gap = self._open.pop(place)
         self._send(
             Kind.GAP,
-            {"source": "bpf", "proc": None, "count": gap.count, "from_ns": gap.from_ns, "to_ns": gap.to_ns,
-             "reason": LOSS_PLACES[place]},
+            {"source": self._source, "proc": self._proc, "count": gap.count, "from_ns": gap.from_ns,
+             "to_ns": gap.to_ns, "reason": place},
         )  # fmt: skip
 
-    def report(self, now_ns: int) -> None:
-        """Send the totals if they changed."""
-        places = {name: self._read(place) for place, name in LOSS_PLACES.items()}
-        places = {name: count for name, count in places.items() if count}
-        if places != self._sent:
-            self._sent = places
-            self._send(Kind.LOST, {"at_ns": now_ns, "places": places})
+    def totals(self) -> dict[str, int]:
+        """What was lost up to the last look, by place."""
+        return dict(self._seen)
 
     def finish(self, now_ns: int) -> None:
-        """Last look: close every gap, send the totals."""
+        """Last look: close every gap."""
         self.poll(now_ns)
         for place in list(self._open):
             self._close(place)
-        self.report(now_ns)
-        for place, what in _TURNED_AWAY.items():
-            count = self._read(place)
-            if count:
-                self._send(Kind.NOTE, {"at_ns": now_ns, "proc": None, "text": f"{count} {what}"})
+
+
+class Totals:
+    """LOST frames: the newest replaces those before, so there is one sender for all sources."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._sent: dict[str, int] = {}
+
+    def report(self, now_ns: int, places: Mapping[str, int]) -> None:
+        """Send the totals if they changed."""
+        found = {name: count for name, count in places.items() if count}
+        if found != self._sent:
+            self._sent = found
+            self._send(Kind.LOST, {"at_ns": now_ns, "places": found})

@@ -44,7 +44,7 @@ class Inference:
 
     def search(self, target: Target) -> None:
         """Look at every thread of the process. Costs some ms a blocked thread, and some 10 ms a spinning one."""
-        if not target.linked:
+        if not target.linked or target.preloaded:  # the shim knows its calls from the first one on
             return
         scene = _Scene.of(target)
         if scene is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["WANTED", "match"]
+__all__ = ["SHIM", "WANTED", "is_shim", "match"]
+
+SHIM = "libstallscope.so"
 
 # A package may carry a copy under a hashed name (auditwheel): libcudart-4f6ac1d2.so.12. A stub (libcuda_stub.so,
 # stubs/libcuda.so) has another shape or is never mapped.
@@ -26,3 +28,8 @@ def match(path: str) -> str | None:
     """
     name = path.removesuffix(" (deleted)").rpartition("/")[2]
     return next((library for library, shape in _SHAPES if shape.fullmatch(name)), None)
+
+
+def is_shim(path: str) -> bool:
+    """Whether that is our own library, by a path as /proc/PID/maps shows it."""
+    return path.removesuffix(" (deleted)").rpartition("/")[2] == SHIM

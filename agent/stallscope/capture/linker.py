@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from stallscope.capture.libmatch import match
+from stallscope.capture.libmatch import is_shim, match
 from stallscope.capture.mapped import has_breakpoint, open_mapping
 from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, clean, executable_mappings, live_path
@@ -36,6 +36,7 @@ class Linker:
 
     Attributes:
         before_link: sends the counters as they are, so that a reader can tell calls before a link from those after it.
+        on_preloaded: called when a process turns out to have the shim loaded; nothing is linked in it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Linker:
         self._send = send
         self._clock = clock
         self.before_link: Callable[[Target, int], None] | None = None
+        self.on_preloaded: Callable[[Target], None] | None = None
 
     def link_process(self, target: Target, appeared_ns: int | None) -> int:
         """Link all that is mapped now; the number of newly linked files. A process that is gone links nothing.
@@ -68,11 +70,24 @@ class Linker:
             program = os.stat(f"{live_path(target.pid)}/exe").st_ino
         except OSError:
             return 0
+        if self._is_preloaded(target, mappings):
+            return 0
         before = set(target.linked)
         found = sum(self._one(target, m, appeared_ns, m.inode == program) for m in mappings)
         if before.intersection((m.device, m.inode, "") for m in mappings):
             self._refresh(target, mappings)
         return found
+
+    def _is_preloaded(self, target: Target, mappings: list[Mapping]) -> bool:
+        """Whether the shim watches the process: then nothing is linked in it, or its calls would count twice.
+
+        ld.so maps preloaded libraries before the program's own, so no CUDA library is ever met before the shim.
+        """
+        if not target.preloaded and any(is_shim(mapping.path) for mapping in mappings):
+            target.preloaded = True
+            if self.on_preloaded is not None:
+                self.on_preloaded(target)
+        return target.preloaded
 
     def link_forked(self, target: Target, parent: Target) -> None:
         """Link in a forked child what is linked in its parent, without looking at anything or telling anybody first.
@@ -80,6 +95,9 @@ class Linker:
         The child runs already and each hundred microseconds may be a call unseen: its mappings are its parent's.
         `announce` tells it afterwards.
         """
+        if parent.preloaded:  # it makes a segment of its own
+            target.preloaded = True
+            return
         for key, theirs in parent.linked.items():
             linked = LinkedLibrary(
                 theirs.library, theirs.path, set(theirs.places), resolved=theirs.resolved, text=theirs.text,
@@ -121,6 +139,8 @@ class Linker:
 
     def link_mapping(self, target: Target, mapping: Mapping, appeared_ns: int | None, is_program: bool = False) -> bool:
         """Link one executable mapping if it holds hooks; True when something new was linked."""
+        if self._is_preloaded(target, [mapping]):
+            return False
         key = (mapping.device, mapping.inode, "")
         if key in target.linked or key in target.twins:
             # Mapped again: after exec, twice (dlmopen), or closed and opened anew. The links hold, the addresses don't.

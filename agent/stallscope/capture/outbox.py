@@ -6,6 +6,7 @@ import socket
 from collections import deque
 from typing import Any
 
+from stallscope.capture.rings import Drained
 from stallscope.wire.frames import Kind, encode
 
 __all__ = ["Outbox"]
@@ -48,6 +49,13 @@ class Outbox:
         self._queue.append(memoryview(data))
         self.queued_bytes += len(data)
         self.flush()
+
+    def send_records(self, batch: Drained) -> None:
+        """Queue a batch; ids first: a creation's entry carries the id and must not come after its return."""
+        if batch.n_uids:
+            self.send(Kind.UIDS, {"count": batch.n_uids, "data": bytes(batch.uids)})
+        if batch.n_recs:
+            self.send(Kind.EVENTS, {"count": batch.n_recs, "data": bytes(batch.recs)})
 
     def flush(self) -> None:
         """Send what the socket takes without waiting."""

@@ -9,22 +9,21 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from stallscope.capture.counting import send_changes
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
 from stallscope.capture.procfs import Facts, children_of, facts_of, rank_words
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import Sharing
+from stallscope.capture.shims import Shims
 from stallscope.capture.tables import Tables
 from stallscope.capture.target import Target, Unasked
 from stallscope.errors import TargetProblem
 from stallscope.wire.frames import Kind
-from stallscope.wire.hook_table import BY_NAME, HOOKS
 
 __all__ = ["Population"]
 
 FORK, EXEC, EXIT = 4, 5, 6
-NCCL = frozenset(hook.id for hook in HOOKS if hook.library == "NCCL")
-POLLING = frozenset({BY_NAME["cudaEventQuery"].id})  # torch's watchdog does it in a rank that hangs, too
 _REC = struct.Struct("<QQIIHBBHBBIi8Q")
 
 
@@ -46,6 +45,7 @@ class Population:
         linker: Linker,
         sharing: Sharing,
         reaper: Reaper,
+        shims: Shims,
         send: Callable[[Kind, dict[str, Any]], None],
         clock: Callable[[], int],
         *,
@@ -63,7 +63,9 @@ class Population:
         self._next_proc = 1
         self._reaper = reaper
         self._sharing = sharing
+        self._shims = shims
         linker.before_link = self.send_counts
+        linker.on_preloaded = self._preloaded
 
     def live(self) -> list[Target]:
         """Processes that have not ended."""
@@ -220,6 +222,8 @@ class Population:
         elif self._linker.must_untime(target):
             close_all(*target.links())
             self._forget_links(target)
+        self._shims.retire(target, ts_ns)
+        target.preloaded = False
         for linked in target.linked.values():
             linked.places.clear()
         target.ranges.clear()
@@ -242,6 +246,13 @@ class Population:
             },
         )
         self._linker.link_process(target, ts_ns)
+
+    def _preloaded(self, target: Target) -> None:
+        """Its shim tells more, at less cost; a call that both saw would count twice."""
+        if any(linked.entries or linked.shared for linked in target.linked.values()):
+            self._reaper.close_later(*target.links())
+            self._forget_links(target)
+        self._shims.find(target)
 
     def _forget_links(self, target: Target) -> None:
         for linked in target.linked.values():
@@ -286,13 +297,15 @@ class Population:
             strange.discard((slot, pid))
         self._strange_slots = strange
 
-    def bury(self) -> None:
+    def bury(self, *, final: bool = False) -> None:
         """Last counters of ended processes whose records have all been sent; then their slots are free again."""
         ready = [dead for dead in self._dead if self._tables.read_up_to(dead.newest)]
         self._dead = [dead for dead in self._dead if dead not in ready]
         for dead in ready:
             target = dead.target
+            self._shims.retire(target, dead.at_ns)
             self.send_counts(target, self._clock())
+            self._shims.forget(target)
             self._linker.tell_silent(target, final=True)
             exit_code, signal = (None, None) if dead.code < 0 else (dead.code >> 8 & 0xFF, dead.code & 0x7F or None)
             self._send(
@@ -326,16 +339,9 @@ class Population:
 
     def send_counts(self, target: Target, now: int) -> None:
         """Counters of one process that changed since they were last sent."""
-        changed = self._tables.counters.changed(target.slot)
-        if not POLLING.issuperset(changed.hooks):
-            target.counted_ns = now
-            target.used_nccl = target.used_nccl or not NCCL.isdisjoint(changed.hooks)
-        if changed.hooks or changed.time_ids:
-            self._send(
-                Kind.COUNTS,
-                {"proc": target.proc, "at_ns": now, "hooks": list(changed.hooks), "counts": bytes(changed.counts),
-                 "times": list(changed.time_ids), "timed": bytes(changed.times)},
-            )  # fmt: skip
+        by_shim = self._shims.has(target)
+        changed = self._shims.changed(target) if by_shim else self._tables.counters.changed(target.slot)
+        send_changes(self._send, target, changed, now)
 
     def unlink_all(self) -> None:
         """Take every probe away; calls in flight stay in their rows."""

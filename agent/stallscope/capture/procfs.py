@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "is_leaderless", "live_path",
-           "own_tid", "parent_of", "probe_area", "rank_words", "seccomp_mode", "threads_of", "vdso_of"]  # fmt: skip
+           "name_of", "own_tid", "parent_of", "probe_area", "rank_words", "seccomp_mode", "start_ns_of_ticks",
+           "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)", re.MULTILINE)
@@ -71,8 +72,13 @@ def _stat_fields(pid: int) -> list[str]:
     return _read(pid, "stat", 4096).decode("utf-8", "replace").rpartition(")")[2].split()
 
 
+def start_ns_of_ticks(ticks: int) -> int:
+    """Field 22 of /proc/PID/stat on CLOCK_MONOTONIC."""
+    return ticks * _TICK_NS - _boot_minus_monotonic_ns()
+
+
 def _start_ns(pid: int) -> int:
-    return int(_stat_fields(pid)[19]) * _TICK_NS - _boot_minus_monotonic_ns()
+    return start_ns_of_ticks(int(_stat_fields(pid)[19]))
 
 
 def parent_of(pid: int) -> int:
@@ -105,6 +111,11 @@ def facts_of(pid: int) -> Facts:
         start_ns=_start_ns(pid),
         uid=int(status.get("Uid", "0").split()[0]),
     )
+
+
+def name_of(pid: int) -> str:
+    """Its name, as in `facts_of`. Raises OSError."""
+    return clean(_read(pid, "comm", 64).decode("utf-8", "replace").removesuffix("\n"))
 
 
 def live_path(pid: int) -> str:

@@ -147,6 +147,11 @@ class Stacks:
         self._child: _Child | None = None
         self._stuck: list[_Child] = []
 
+    def pids(self) -> set[int]:
+        """Of children that run now."""
+        children = [*self._stuck, *([self._child] if self._child else [])]
+        return {child.process.pid for child in children}
+
     def want(self, wanted: Wanted) -> None:
         """Queue a process; one that waits already is not queued twice."""
         if len(self._queue) < MAX_QUEUE and wanted not in self._queue:

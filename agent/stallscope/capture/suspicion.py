@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.hoststate import WrittenFiles, read_threads
 from stallscope.capture.procfs import own_tid
+from stallscope.capture.rings import Thread
 from stallscope.capture.stacks import Stacks, Wanted
-from stallscope.capture.tables import LEFT, Tables
+from stallscope.capture.tables import LEFT
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import HOOKS
@@ -76,12 +77,20 @@ class _Plan:
 class Suspicion:
     """`judge` at every tick, `step` at every look of the loop.
 
+    Args:
+        open_tap: records every call that tells of completion, or as many as of others again.
+        callers: threads of a process that made calls.
+
     Attributes:
         on: whether a block is suspected now.
     """
 
-    def __init__(self, tables: Tables, send: Send, clock: Callable[[], int], stacks: Stacks) -> None:
-        self._tables, self._send, self._clock, self._stacks = tables, send, clock, stacks
+    def __init__(
+        self, open_tap: Callable[[bool], None], callers: Callable[[Target], list[Thread]], send: Send,
+        clock: Callable[[], int], stacks: Stacks,
+    ) -> None:  # fmt: skip
+        self._open_tap, self._callers = open_tap, callers
+        self._send, self._clock, self._stacks = send, clock, stacks
         self._plan: _Plan | None = None
         self._known: set[Suspect] = set()
         self._inside: set[int] = set()
@@ -129,13 +138,13 @@ class Suspicion:
 
     def _begin(self, now: int, since_ns: int, early: bool) -> None:
         self._plan = _Plan(since_ns, now, early=early)
-        self._tables.open_tap(True)
+        self._open_tap(True)
         self._send(Kind.SUSPECT, {"at_ns": now, "since_ns": since_ns, "on": True})
 
     def _end(self, now: int) -> None:
         if self._plan is None:
             return
-        self._tables.open_tap(False)
+        self._open_tap(False)
         self._send(Kind.SUSPECT, {"at_ns": now, "since_ns": self._plan.since_ns, "on": False})
         self._plan = None
         self._stacks.forget()
@@ -161,7 +170,7 @@ class Suspicion:
         self._stacks.step()
 
     def _look(self, target: Target) -> None:
-        rows = sorted(self._tables.rows.rows_of_tgid(target.pid), key=lambda row: -row.calls)
+        rows = sorted(self._callers(target), key=lambda row: -row.calls)
         threads = read_threads(target.pid, [row.tid for row in rows])
         alive = next((thread.tid for thread in threads if thread.state not in "ZX"), None)
         if alive is None:

@@ -67,6 +67,7 @@ class LinkedLibrary:
             mapped twice (dlmopen) has two of each.
         carried: its file bears another name: the library was linked into it.
         embedded: it shares the file's code with what is not the library: a program or a carrier.
+        by_shim: how many of its functions the shim stands before; no probe is in it then.
         entries, returns: link objects, closed entries first.
     """
 
@@ -84,6 +85,7 @@ class LinkedLibrary:
     untimed: str | None = None
     carried: bool = False
     embedded: bool = False
+    by_shim: int = 0
 
     @property
     def known_as(self) -> str:
@@ -135,7 +137,7 @@ class Target:
 
     `silent`: path of each file with a runtime that has no symbols, until it was told. `twins`: files that are linked
     already under another key. `counted_ns`: when its counters were last seen to have changed, polling for events left
-    out. `used_nccl`: whether it called NCCL while it was traced.
+    out. `used_nccl`: whether it called NCCL while it was traced. `preloaded`: its image has the shim loaded.
     """
 
     proc: int
@@ -152,6 +154,7 @@ class Target:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     inferred: list[InferredCall] = field(default_factory=list)
     late_notes: list[str] = field(default_factory=list)
+    preloaded: bool = False
     counted_ns: int = 0
     used_nccl: bool = False
     ended: bool = False

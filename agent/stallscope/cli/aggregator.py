@@ -1,6 +1,7 @@
 """The aggregating process: frames from a socket into a recording and a report, without any privilege.
 
-`attach` starts it as ``python -m stallscope.cli.aggregator --socket-fd N [--record-fd M] [--json] --uid U --gid G``.
+`attach` and `run` start it as ``python -m stallscope.cli.aggregator --socket-fd N [--record-fd M] [--json|--on-stderr]
+--uid U --gid G``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from typing import TextIO
 
 from stallscope.diagnose.follow import Follower
 from stallscope.errors import ExitCode
@@ -55,10 +57,11 @@ def _next(sock: socket.socket) -> bytes:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="stallscope.cli.aggregator", description="internal: started by attach")
+    parser = argparse.ArgumentParser(prog="stallscope.cli.aggregator", description="internal: for attach and run")
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--record-fd", type=int)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--on-stderr", action="store_true", help="the report for a person goes there")
     parser.add_argument("--uid", type=int)
     parser.add_argument("--gid", type=int)
     return parser.parse_args(argv)
@@ -77,14 +80,14 @@ def main(argv: list[str] | None = None) -> int:
             drop_privileges(args.uid, args.gid, memory=MEMORY_LIMIT_BYTES)
         except PrivilegeDropError as error:
             sys.stderr.write(
-                f"stallscope: cannot start the aggregator: {error}\n  next: run attach with sudo, or as root\n"
+                f"stallscope: cannot start the aggregator: {error}\n  next: run it with sudo, or as root\n"
             )
             return ExitCode.FAILED
     recorder = Recorder(args.record_fd) if args.record_fd is not None else None
     follower = Follower()
     with socket.socket(fileno=args.socket_fd) as sock:
         receive(sock, follower, recorder, Announcer(sys.stderr))
-    return _close(follower, recorder, recording, as_json=args.json)
+    return _close(follower, recorder, recording, as_json=args.json, out=sys.stderr if args.on_stderr else sys.stdout)
 
 
 def _path_of(record_fd: int | None) -> str:
@@ -97,7 +100,9 @@ def _path_of(record_fd: int | None) -> str:
         return f"descriptor {record_fd}"
 
 
-def _close(follower: Follower, recorder: Recorder | None, recording: str, *, as_json: bool) -> int:
+def _close(
+    follower: Follower, recorder: Recorder | None, recording: str, *, as_json: bool, out: TextIO
+) -> int:  # fmt: skip
     """Print what is to be printed. A recording that is not whole is a failure even where the report is."""
     code: int = ExitCode.OK
     if recorder:
@@ -106,10 +111,10 @@ def _close(follower: Follower, recorder: Recorder | None, recording: str, *, as_
             code = ExitCode.FAILED
             sys.stderr.write(
                 f"stallscope: the recording {recording} is incomplete: {recorder.problem}\n"
-                "  next: the report on stdout is whole; free space and record again if you need the file\n"
+                "  next: the report is whole; free space and record again if you need the file\n"
             )
     try:
-        return finish(follower.state, follower.watch, as_json=as_json, out=sys.stdout, err=sys.stderr) or code
+        return finish(follower.state, follower.watch, as_json=as_json, out=out, err=sys.stderr) or code
     except OutputProblem as error:
         sys.stderr.write(f"stallscope: {error}\n")
     except BrokenPipeError:

@@ -4,60 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
-import platform
-import resource
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stallscope import __version__
-from stallscope.cli.arguments import pid_number
+from stallscope.cli.arguments import DEFAULT_ONE_IN, pid_number, rate, seconds
 from stallscope.cli.caller import Caller, caller
+from stallscope.cli.capturing import Aggregator, allow_files, hello, open_record
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, StallscopeError
 from stallscope.wire.frames import Kind
-from stallscope.wire.hook_table import HOOKS
 
 if TYPE_CHECKING:
     from stallscope.capture.forward import StandIn
 
 __all__ = ["add_parser", "run"]
 
-DEFAULT_ONE_IN = 100.0
 PRIORITY = -10
-
-
-def rate(text: str) -> float:
-    """`1/N` or a percentage → one in how many. Raises argparse.ArgumentTypeError for 0, more than 1 and nonsense."""
-    try:
-        if text.endswith("%"):
-            share = float(text[:-1]) / 100
-        elif "/" in text:
-            above, _, below = text.partition("/")
-            share = float(above) / float(below)
-        else:
-            share = float(text)
-    except (ValueError, ZeroDivisionError):
-        share = math.nan
-    if not 0 < share <= 1 or 1 / share > 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a rate above 0 and at most 1, as 1/N or N%")
-    return 1 / share
-
-
-def seconds(text: str) -> float:
-    """A positive number of seconds. Raises argparse.ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number of seconds")
-    return value
 
 
 def add_parser(commands: Any) -> None:
@@ -98,30 +63,6 @@ def run(args: argparse.Namespace) -> int:
     return Attach(args, caller()).run()
 
 
-class Aggregator:
-    """The unprivileged process at the other end of the socket."""
-
-    def __init__(self, who: Caller, record_fd: int | None, as_json: bool) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        words = ["--socket-fd", str(theirs.fileno()), "--uid", str(who.drop_uid), "--gid", str(who.drop_gid)]
-        fds = [theirs.fileno()]
-        if record_fd is not None:
-            words += ["--record-fd", str(record_fd)]
-            fds.append(record_fd)
-        if as_json:
-            words.append("--json")
-        # -I: neither the caller's directory nor his PYTHON* variables say what a root process imports.
-        command = [sys.executable, "-I", "-m", "stallscope.cli.aggregator", *words]
-        # A session of its own: Ctrl-C goes to capture, which ends the stream, which ends this process.
-        self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
-        theirs.close()
-        self.socket = ours
-
-    def wait(self) -> int:
-        """Its exit code, once it has printed the report."""
-        return self.process.wait()
-
-
 class Attach:
     """One run of the command."""
 
@@ -148,18 +89,15 @@ class Attach:
         signal.signal(signal.SIGINT, self._signal)
         signal.signal(signal.SIGTERM, self._signal)
         _go_first()
-        _allow_files()
-        record_fd = self._open_output()
+        allow_files()
+        record_fd = open_record(self.args.output, self.args.force, self.who)
         aggregator = Aggregator(self.who, record_fd, self.args.json)
         if record_fd is not None:
             os.close(record_fd)
         try:
             problem = self._capture(aggregator)
         except BaseException as error:
-            aggregator.socket.close()
-            if not self._attached:
-                aggregator.process.kill()  # nothing to report
-            aggregator.wait()
+            aggregator.give_up(has_begun=self._attached)
             if isinstance(error, OSError):
                 raise CaptureProblem(
                     "the capture ended early", why=str(error), hint="what it saw before is reported; run it again"
@@ -170,13 +108,6 @@ class Attach:
             raise problem
         return code if code in (ExitCode.OK, ExitCode.NOTHING_CAPTURED) else ExitCode.FAILED
 
-    def _open_output(self) -> int | None:
-        if self.args.output is None:
-            return None
-        from stallscope.wire.recording import open_output
-
-        return open_output(self.args.output, self.args.force, self.who.uid, self.who.gid)
-
     def _capture(self, aggregator: Aggregator) -> StallscopeError | None:
         from stallscope.capture.costs import Costs
         from stallscope.capture.forward import Poller
@@ -185,6 +116,8 @@ class Attach:
         from stallscope.capture.outbox import Outbox
         from stallscope.capture.parser_client import ParserClient
         from stallscope.capture.session import Session, Settings
+        from stallscope.capture.shimlinks import ShimLinks
+        from stallscope.capture.shims import Shims, ShimSettings
         from stallscope.capture.tables import BULK_BYTES, VITAL_BYTES
 
         args = self.args
@@ -199,10 +132,14 @@ class Attach:
             outbox = Outbox(aggregator.socket)
             ours = {"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid}
             costs = Costs({**ours, "poller": poller.pid or 0})
-            outbox.send(Kind.HELLO, hello(settings, loaded.backend))
+            outbox.send(Kind.HELLO, hello(args.pids, loaded.backend, ["bpf"], settings.one_in, settings.long_ns))
             for note in loaded.notes:
                 outbox.send(Kind.NOTE, {"at_ns": time.monotonic_ns(), "proc": None, "text": note})
-            session = Session(settings, loaded, outbox, parser, costs)
+            shims = Shims(
+                outbox, time.monotonic_ns, ShimLinks(parser, outbox.send, time.monotonic_ns),
+                ShimSettings(one_in=args.sample),
+            )  # fmt: skip
+            session = Session(settings, loaded, outbox, parser, costs, shims)
             session.poller = poller
             try:
                 if self._stop:
@@ -252,13 +189,6 @@ def _go_first() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
 
 
-def _allow_files() -> None:
-    """A process with three libraries takes 13 descriptors: the usual limit of 1024 would end at 75 processes."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _require_process(pid: int) -> None:
     from stallscope.errors import TargetProblem
 
@@ -271,22 +201,3 @@ def _require_process(pid: int) -> None:
         ) from error  # fmt: skip
     except PermissionError:
         return
-
-
-def hello(settings: Any, backend: str) -> dict[str, Any]:
-    """Body of the first frame."""
-    mono = time.monotonic_ns()
-    return {
-        "version": __version__,
-        "start_mono_ns": mono,
-        "start_unix_ns": time.time_ns() - (time.monotonic_ns() - mono),
-        "host": socket.gethostname(),
-        "kernel": platform.release(),
-        "backend": backend,
-        "sources": ["bpf"],
-        "targets": settings.pids,
-        "sample_one_in": settings.one_in,
-        "long_ns": settings.long_ns,
-        "hooks": [[h.id, h.library, h.name, h.kind, h.time_id >= 0] for h in HOOKS],
-        "limits": {"processes": 127, "threads": 4096, "communicators": 4096},
-    }

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.forward import StandIn
 from stallscope.cli import attach
-from stallscope.cli.attach import Attach, seconds
+from stallscope.cli.arguments import seconds
+from stallscope.cli.attach import Attach
 from stallscope.cli.caller import Caller, caller
 from stallscope.cli.demo_truth import comparison
 from stallscope.errors import ArgumentProblem, StallscopeError

@@ -24,7 +24,7 @@ def why_empty(state: State) -> NothingCaptured | None:
     if state.events.total or state.flight.inferred or state.flight.threads or any(p.calls() for p in processes):
         return None
     return NothingCaptured(
-        f"nothing captured from {_whom(processes)}", why=_why(state, processes), hint=_hint(processes)
+        f"nothing captured from {_whom(processes)}", why=_why(state, processes), hint=_hint(state, processes)
     )
 
 
@@ -58,7 +58,9 @@ def _fate(processes: list[Process]) -> str:
     return f"the target ended {how}"
 
 
-def _hint(processes: list[Process]) -> str:
+def _hint(state: State, processes: list[Process]) -> str:
+    if state.capture is not None and state.capture.sources == ["shim"]:
+        return "check that a dynamically linked program of the command uses CUDA; ld.so says above what it can't preload"
     if any(p.links for p in processes):
         return "attach while the job computes, or for longer (--duration)"
     pid = processes[0].pid if processes else "PID"

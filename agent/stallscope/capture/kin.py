@@ -1,0 +1,256 @@
+"""Processes below some that are given, found without privileges: by looking at /proc, and by segments handed over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from stallscope.capture.counting import send_changes
+from stallscope.capture.exits import exit_code_of, has_ended, is_zombie, zombie_children
+from stallscope.capture.handover import Handed
+from stallscope.capture.procfs import Facts, children_of, facts_of, name_of, rank_words, start_ns_of_ticks
+from stallscope.capture.segments import start_ticks_of
+from stallscope.capture.shims import Shims
+from stallscope.capture.target import Target
+from stallscope.errors import TargetProblem
+from stallscope.wire.frames import Kind
+
+__all__ = ["SLOTS", "Kin"]
+
+SLOTS = 127  # native/wire.h, WIRE_PROCS; slot 0 is nobody's
+MAX_SEEN = 1024
+MAX_FOUND = 128  # processes whose descriptors are looked through at a time
+PATIENCE_NS, YOUNG_NS, TICK_NS = 1_000_000_000, 5_000_000_000, 10_000_000
+Send = Callable[[Kind, dict[str, Any]], None]
+
+
+class _Ended(NamedTuple):
+    """Gone, until its last records are read and somebody has told how it ended; `look` is when that was noticed."""
+
+    target: Target
+    at_ns: int
+    look: int
+
+
+class Kin:
+    """Who is traced.
+
+    Args:
+        helpers: pids of our own processes, which are nobody's job.
+        follow: whether descendants are traced.
+    """
+
+    def __init__(
+        self, shims: Shims, send: Send, clock: Callable[[], int], helpers: Callable[[], set[int]], *, follow: bool
+    ) -> None:
+        self._shims, self._send, self._clock, self._helpers = shims, send, clock, helpers
+        self._follow = follow
+        self._roots: list[int] = []
+        self._by_pid: dict[int, Target] = {}
+        self._ended: list[_Ended] = []
+        self._slots: dict[int, Target] = {}
+        self._code_of_command: int | None = None
+        self._strays: set[int] = set()
+        self._next_proc, self._look = 1, 0
+        self.turned_away: Counter[str] = Counter()
+        self.no_code = 0
+        self._until: int | None = None
+        shims.prepare = self._claim
+
+    def live(self) -> list[Target]:
+        """Processes that have not ended."""
+        return list(self._by_pid.values())
+
+    def any_live(self) -> bool:
+        """Whether anything is left to trace: of a command's, as long as it runs itself."""
+        if self._until is None:
+            return bool(self._by_pid or self._ended)
+        return self._until in self._by_pid or any(one.target.pid == self._until for one in self._ended)
+
+    def by_pid(self, pid: int) -> Target | None:
+        """The live process with this pid."""
+        return self._by_pid.get(pid)
+
+    def adopt(self, pids: list[int]) -> None:
+        """Trace running processes and, when following, those below them. Raises TargetProblem."""
+        self._roots += pids
+        for pid in pids:
+            if self._enter(pid, self._clock()) is None:
+                raise TargetProblem(
+                    f"cannot trace pid {pid}", why="no such process", hint="check the pid with `ps`"
+                )  # fmt: skip
+        self.check()
+
+    def _enter(self, pid: int, appeared_ns: int) -> Target | None:
+        """The live process of this pid, new if it was not known; None when it is gone."""
+        known = self._by_pid.get(pid)
+        if known is not None:
+            return known
+        if len(self._by_pid) >= MAX_SEEN:
+            self.turned_away["processes"] += 1
+            return None
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return None
+        try:
+            facts = facts_of(pid)
+        except OSError:
+            os.close(pidfd)
+            return None
+        return self._add(facts, pidfd, appeared_ns)
+
+    def _add(self, facts: Facts, pidfd: int, appeared_ns: int) -> Target:
+        parent = self._by_pid.get(facts.ppid)
+        target = Target(self._next_proc, 0, facts, parent.proc if parent else None, pidfd, appeared_ns)
+        self._next_proc += 1
+        self._by_pid[facts.pid] = target
+        self._send(
+            Kind.PROCESS,
+            {"proc": target.proc, "pid": facts.pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid,
+             "parent": target.parent, "name": facts.name, "cmdline": facts.cmdline,
+             "container_id": facts.container_id, "start_ns": facts.start_ns, "at_ns": appeared_ns,
+             "env": rank_words(facts.pid)},
+        )  # fmt: skip
+        return target
+
+    def take(self, handed: Handed) -> None:
+        """A process has handed its segment over; it may be gone already."""
+        now = self._clock()
+        target = self._by_pid.get(handed.pid) or self._just_ended(handed)
+        if target is not None and not target.ended and start_ticks_of(handed.pid) not in (None, handed.start_ticks):
+            self._gone(target)  # another process of this pid
+            target = None
+        if target is None and start_ticks_of(handed.pid) == handed.start_ticks:
+            target = self._enter(handed.pid, now)
+        if target is None:
+            target = self._add(_unknown(handed), -1, now)
+        self._refresh(target, now)
+        self._shims.adopt(target, handed.fd)
+
+    def _just_ended(self, handed: Handed) -> Target | None:
+        start_ns = start_ns_of_ticks(handed.start_ticks)
+        alike = [e.target for e in self._ended if e.target.pid == handed.pid]
+        return next((target for target in alike if abs(target.facts.start_ns - start_ns) < TICK_NS), None)
+
+    def _claim(self, target: Target) -> bool:
+        """A slot for the records of this process."""
+        if target.slot:
+            return True
+        slot = next((number for number in range(1, SLOTS + 1) if number not in self._slots), None)
+        if slot is None:
+            self.turned_away["segments"] += 1
+            now = self._clock()
+            self._send(
+                Kind.GAP,
+                {"source": "link", "proc": target.proc, "count": None, "from_ns": now, "to_ns": now,
+                 "reason": f"pid {target.pid} ({target.facts.name}) is not traced: no free process slot"},
+            )  # fmt: skip
+            return False
+        self._slots[slot], target.slot = target, slot
+        self._send(Kind.SLOT, {"slot": slot, "proc": target.proc, "at_ns": self._clock()})
+        return True
+
+    def _refresh(self, target: Target, now: int) -> None:
+        """Tell that it runs another program by now."""
+        with contextlib.suppress(OSError):
+            if name_of(target.pid) == target.facts.name and now - target.appeared_ns > YOUNG_NS:
+                return
+            facts = facts_of(target.pid)
+            if (facts.name, facts.cmdline) != (target.facts.name, target.facts.cmdline) and facts.cmdline:
+                target.facts = facts
+                self._send(
+                    Kind.IMAGE,
+                    {"proc": target.proc, "at_ns": now, "name": facts.name, "cmdline": facts.cmdline,
+                     "env": rank_words(target.pid)},
+                )  # fmt: skip
+
+    def check(self) -> None:
+        """Once a second: new processes below the given ones, segments nobody handed over, children left to us."""
+        now = self._clock()
+        mine = self._helpers()
+        mine |= {os.getpid(), *(one.target.pid for one in self._ended)}
+        for pid in [pid for root in self._roots if self._follow for pid in children_of(root)]:
+            if pid not in mine and pid not in self._by_pid and not is_zombie(pid):
+                self._enter(pid, now)
+        for target in self.live():
+            self._refresh(target, now)
+        for target in [target for target in self.live() if not self._shims.has(target)][:MAX_FOUND]:
+            self._shims.find(target)
+        self._reap(mine)
+
+    def adopt_command(self, pid: int) -> None:
+        """Trace a child of ours and all that come to be below us, a subreaper; its end is the capture's."""
+        self._until = pid
+        self._enter(pid, self._clock())
+        self._roots.append(os.getpid())
+        self.check()
+
+    def _reap(self, mine: set[int]) -> None:
+        """Zombies left to us that nobody here knows; two looks in a row, so that no helper's owner is robbed."""
+        strange = zombie_children() - mine - self._by_pid.keys() - {one.target.pid for one in self._ended}
+        for pid in strange & self._strays:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._strays = strange
+
+    def watch(self) -> None:
+        """Who has ended since."""
+        self._look += 1
+        for target in self.live():
+            if target.pidfd < 0 or has_ended(target.pidfd):
+                self._gone(target)
+
+    def _gone(self, target: Target) -> None:
+        target.ended = True
+        self._by_pid.pop(target.pid, None)
+        self._ended.append(_Ended(target, self._clock(), self._look))
+
+    def command_ended(self, code: int) -> None:
+        """How it ended, as wait(2) encodes it."""
+        self._code_of_command = code
+
+    def bury(self, *, final: bool = False) -> None:
+        """Tell the end of processes: a look later, when all that they handed over has come, and their parent waited."""
+        for one in [] if final else list(self._ended):
+            if one.look >= self._look:
+                continue
+            code = self._code(one.target)
+            if code is None and self._clock() - one.at_ns < PATIENCE_NS and one.target.pidfd >= 0:
+                continue
+            self._ended.remove(one)
+            self._bury_one(one, code)
+        if final:  # nobody waits any more for what a parent may still say
+            for one in self._ended:
+                self._bury_one(one, self._code(one.target))
+            self._ended.clear()
+
+    def _code(self, target: Target) -> int | None:
+        if target.pid == self._until:
+            return self._code_of_command  # its starter waits for it, not we
+        return exit_code_of(target.pid, target.pidfd) if target.pidfd >= 0 else None
+
+    def _bury_one(self, one: _Ended, code: int | None) -> None:
+        target = one.target
+        self._shims.retire(target, one.at_ns)
+        self.send_counts(target, self._clock())
+        self._shims.forget(target)
+        signal = (code & 0x7F) or None if code is not None else None
+        plain = None if code is None or signal else code >> 8 & 0xFF
+        self.no_code += code is None
+        self._send(Kind.EXIT, {"proc": target.proc, "at_ns": one.at_ns, "code": plain, "signal": signal})
+        target.close()
+        self._slots.pop(target.slot, None)
+
+    def send_counts(self, target: Target, now: int) -> None:
+        """Counters of one process that changed since they were last sent."""
+        if self._shims.has(target):
+            send_changes(self._send, target, self._shims.changed(target), now)
+
+
+def _unknown(handed: Handed) -> Facts:
+    """A process that was gone before it could be looked at."""
+    return Facts(handed.pid, None, 0, "?", [], None, start_ns_of_ticks(handed.start_ticks), os.geteuid())

@@ -1,0 +1,72 @@
+"""Where the segments of shims are: descriptors of the processes that made them, found by looking."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import re
+import stat
+from collections.abc import Iterator
+
+__all__ = ["candidates", "lock", "reopen", "start_ticks_of"]
+
+MEMFD = "/memfd:stallscope-segment (deleted)"
+_FILE = re.compile(r"/\d{1,10}\.\d{1,20}\.seg(?: \(deleted\))?")
+MAX_FDS = 1 << 16
+
+
+def candidates(pid: int) -> Iterator[int]:
+    """Open descriptors of what may be segments, each on an open file description of its own; the caller closes them.
+
+    A forked child holds its parent's segment beside its own: whose each is, its header says. Nothing when the process
+    is gone or may not be read.
+    """
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            names = [entry.name for entry in itertools.islice(entries, MAX_FDS)]
+    except OSError:
+        return
+    for name in names:
+        with contextlib.suppress(OSError):
+            path = f"/proc/{pid}/fd/{name}"
+            if _is_segment(os.readlink(path)):
+                yield reopen(path)
+
+
+def reopen(path: str) -> int:
+    """A description of one's own of the regular file behind a link in /proc. Raises OSError."""
+    # O_PATH first: opening what the target put there (a pipe, a device) could block or act.
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "no regular file")
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(handle)
+
+
+def _is_segment(link: str) -> bool:
+    return link == MEMFD or _FILE.fullmatch("/" + link.rpartition("/")[2]) is not None
+
+
+def lock(fd: int) -> bool:
+    """Become the one capture that reads this segment; False when another one does. Ends with the descriptor.
+
+    `fd` must be on an open file description of its own: one that was handed over is shared with the process that made
+    it, and a lock on that would outlive us.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def start_ticks_of(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat; with the pid it names a process for good. None when it is gone."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read(4096).rpartition(b")")[2].split()[19])
+    return None

@@ -1,0 +1,317 @@
+"""Processes that are read through the segment of the shim in them: whose it is, draining, counters, losses, the end.
+
+A segment is written by the process that is watched: `Segment` checks each offset, and one that makes no sense is given
+up, with a note and a gap. All of it is bounded: one segment a process slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from stallscope.capture.gaps import Losses
+from stallscope.capture.outbox import Outbox
+from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
+from stallscope.capture.segment import BadSegment, Clock, Mode, Segment
+from stallscope.capture.segments import candidates, lock, start_ticks_of
+from stallscope.capture.shimlinks import ShimLinks
+from stallscope.capture.sums import Sums, abandoned
+from stallscope.capture.target import Target
+from stallscope.wire.frames import Kind
+
+__all__ = ["PLACES", "ShimSettings", "Shims"]
+
+BATCH_RECORDS = 8192
+MAX_REFUSALS_TOLD = 32
+LATE_NS = 1_000_000_000
+# What `Segment.losses` calls them -> what a report says.
+PLACES = {
+    "overwritten": "the shim's ring was overwritten before it was read",
+    "vital_full": "the shim's vital ring was full",
+    "no_ring": "the shim had no ring for the thread",
+    "busy": "called by a signal handler while the shim wrote a record",
+    "deep": "nested too deep to time",
+}
+
+
+class ShimSettings(NamedTuple):
+    """How much the shims record: `one_in` as for BPF, of launches, copies and short waits; `mode` None: as it is."""
+
+    mode: Mode | None = None
+    one_in: float = 100.0
+
+
+@dataclass
+class _Held:
+    """One process with a segment. `unread`: whether records older than the mark may wait in it."""
+
+    target: Target
+    segment: Segment
+    file: tuple[int, int]
+    losses: Losses
+    is_passive: bool
+    sums: Sums = field(default_factory=Sums)
+    lost_before: dict[str, int] = field(default_factory=dict)
+    unread: bool = True
+
+
+class Shims:
+    """All segments of a capture.
+
+    Args:
+        outbox: takes the frames.
+        clock: CLOCK_MONOTONIC in ns.
+        links: tells which libraries the shim stands before.
+        settings: written to each segment.
+
+    Attributes:
+        prepare: asked before a segment is taken; False when the process can get no slot.
+    """
+
+    def __init__(self, outbox: Outbox, clock: Callable[[], int], links: ShimLinks, settings: ShimSettings) -> None:
+        self._outbox, self._now, self._links, self._settings = outbox, clock, links, settings
+        self._counter = Clock()
+        self._held: dict[int, _Held] = {}
+        self._lost: Counter[str] = Counter()
+        self._begun_ns = clock()
+        self._tap = False
+        self.refused = 0
+        self.prepare: Callable[[Target], bool] = lambda target: True
+
+    def has(self, target: Target) -> bool:
+        """Whether the process is, or was until it ended, read through its segment."""
+        return target.proc in self._held
+
+    def watch(self, targets: list[Target]) -> None:
+        """Look for segments of processes that have the shim and had made no call yet."""
+        for target in targets:
+            if target.preloaded and target.proc not in self._held:
+                self.find(target)
+
+    def find(self, target: Target) -> bool:
+        """Take the process's segment if it has one; whether it has."""
+        for fd in candidates(target.pid):
+            if self.adopt(target, fd, is_own=False):
+                return True
+        return self.has(target)
+
+    def adopt(self, target: Target, fd: int, *, is_own: bool = True) -> bool:
+        """Read this process through the segment behind `fd`, which is taken over; whether it is read.
+
+        Args:
+            is_own: the process itself handed it over; False where it was only found with it.
+        """
+        segment: Segment | None = None
+        try:
+            info = os.fstat(fd)
+            known = self._held.get(target.proc)
+            if known is not None and known.file == (info.st_dev, info.st_ino):
+                os.close(fd)
+                return True
+            is_passive = not lock(fd)
+            segment = Segment(fd, passive=is_passive)
+            if not _is_of(segment, target):
+                segment.close()
+                if is_own:
+                    self.refuse(target, "it is not of the process that handed it over")
+                return False
+            if not self.prepare(target):
+                segment.close()
+                return False
+        except (BadSegment, OSError) as error:
+            if segment is None:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            self.refuse(target, str(error))
+            return False
+        self._take(target, segment, (info.st_dev, info.st_ino), is_passive)
+        return True
+
+    def _take(self, target: Target, segment: Segment, file: tuple[int, int], is_passive: bool) -> None:
+        self.retire(target, self._now())
+        begun_ns = segment.header.mono_ns
+        losses = Losses(lambda: _named(segment.losses()), self._outbox.send, "shim", target.proc, since_ns=begun_ns)
+        held = _Held(target, segment, file, losses, is_passive)
+        if before := self._held.get(target.proc):
+            held.sums, held.lost_before = before.sums, before.lost_before
+        self._held[target.proc] = held
+        target.preloaded = True
+        self._set_mode(held)
+        self._links.tell(target, segment.header.hooks, begun_ns)
+        if begun_ns < self._begun_ns - LATE_NS:
+            age_s = (self._now() - begun_ns) / 1e9
+            self._note(target, f"its shim counts since its first call, which was {age_s:.0f} s before it was looked at")
+
+    def refuse(self, target: Target | None, why: str) -> None:
+        """Count a segment that is not read, and tell the first ones."""
+        self.refused += 1
+        if self.refused > MAX_REFUSALS_TOLD:
+            return
+        self._note(target, f"a shim's segment is not read: {why}")
+        if target is not None:
+            self._gap(target, f"the segment of its shim is not read: {why}")
+
+    def _note(self, target: Target | None, text: str) -> None:
+        proc = target.proc if target else None
+        self._outbox.send(Kind.NOTE, {"at_ns": self._now(), "proc": proc, "text": text})
+
+    def _gap(self, target: Target, reason: str) -> None:
+        now = self._now()
+        body = {"source": "shim", "proc": target.proc, "count": None, "from_ns": target.appeared_ns, "to_ns": now}
+        self._outbox.send(Kind.GAP, {**body, "reason": reason})
+
+    def calibrate(self) -> None:
+        """Compare the processes' counter with the clock, and see what libraries came; once a second."""
+        if not self._held:
+            return
+        self._counter.calibrate()
+        for held in self._held.values():
+            if not held.target.ended:
+                self._links.tell(held.target, held.segment.header.hooks, self._now())
+
+    def open_tap(self, on: bool) -> None:
+        """Record every call that tells of completion, or as many as of other calls again."""
+        self._tap = on
+        for held in self._held.values():
+            self._set_mode(held)
+
+    def _set_mode(self, held: _Held) -> None:
+        mode = held.segment.header.mode if self._settings.mode is None else self._settings.mode
+        if not held.segment.closed:
+            held.segment.set_mode(mode, self._settings.one_in, tap=self._tap)
+
+    def mark(self) -> None:
+        """From now on `is_told` is about records that exist now."""
+        for held in self._held.values():
+            held.unread = True
+
+    def is_told(self) -> bool:
+        """Whether every record from before the mark has been sent."""
+        return not any(held.unread for held in self._held.values())
+
+    def drain(self) -> bool:
+        """One batch of each process; whether any has more."""
+        more = [self._drain(held) for held in list(self._held.values())]
+        return any(more)
+
+    def _drain(self, held: _Held) -> bool:
+        """Whether there is more: a batch that is not full holds all that was there when it was asked for."""
+        batch = self._guarded(held, lambda: self._one_batch(held), None)
+        held.unread = batch is not None and (batch.n_recs >= BATCH_RECORDS or batch.n_uids >= MAX_UIDS)
+        if batch is not None:
+            self._outbox.send_records(batch)
+        return held.unread
+
+    def _one_batch(self, held: _Held) -> Drained:
+        return held.segment.drain(held.target.slot, held.target.pid, self._counter, BATCH_RECORDS)
+
+    def _guarded(self, held: _Held, read: Callable[[], Any], otherwise: Any) -> Any:
+        """What `read` finds; a segment that makes no sense any more is given up."""
+        if held.segment.closed:
+            return otherwise
+        try:
+            return read()
+        except BadSegment as error:
+            held.segment.close()
+            self.refuse(held.target, str(error))
+            return otherwise
+
+    def changed(self, target: Target) -> SlotChanges:
+        """Counters of a process that changed since the last call, over all programs that it has run."""
+        held = self._held[target.proc]
+        empty = SlotChanges([], b"", [], b"")
+        return held.sums.add(self._guarded(held, held.segment.counts, empty))
+
+    def inflight(self, min_age_ns: int, now_ns: int) -> list[Any]:
+        """Calls that have not returned and are at least so old, as INFLIGHT frames want them."""
+        rows = []
+        for held in self._held.values():
+            for row in self._rows(held):
+                frames = [[f.hook, f.ts_ns, f.n, f.flags, list(f.a)] for f in row.frames]
+                if frames and now_ns - row.frames[0].ts_ns >= min_age_ns:
+                    rows.append([held.target.proc, row.tid, frames])
+        return rows
+
+    def _rows(self, held: _Held) -> list[InflightRow]:
+        found: list[InflightRow] = self._guarded(held, lambda: held.segment.inflight(self._counter), [])
+        return found
+
+    def threads(self, target: Target) -> list[Thread]:
+        """Threads of a process that made calls."""
+        held = self._held.get(target.proc)
+        found: list[Thread] = self._guarded(held, held.segment.threads, []) if held else []
+        return found
+
+    def retire(self, target: Target, at_ns: int) -> None:
+        """The process runs another program now, or has ended: what its segment still holds is told.
+
+        Calls that were under way have been abandoned; there is nobody left in the process to say so.
+        """
+        held = self._held.get(target.proc)
+        if held is None or held.segment.closed:
+            return
+        while self._drain(held) and not self._outbox.broken:
+            pass
+        lost = [record for row in self._rows(held) for record in abandoned(row, target.pid, target.slot, at_ns)]
+        if lost:
+            self._outbox.send(Kind.EVENTS, {"count": len(lost), "data": b"".join(lost)})
+        if not held.segment.closed:
+            self._links.tell(target, held.segment.header.hooks, at_ns)
+            held.losses.finish(self._now())
+            held.lost_before = _added(held.lost_before, held.losses.totals())
+            held.sums.close(held.segment.counts())
+            held.segment.close()
+        self._links.forget(target)
+
+    def forget(self, target: Target) -> None:
+        """The process has ended and all of it was told."""
+        held = self._held.pop(target.proc, None)
+        if held is not None:
+            held.segment.close()
+            self._lost.update(held.lost_before)
+
+    def poll_losses(self, now: int) -> None:
+        """Place losses in time."""
+        for held in self._held.values():
+            self._guarded(held, partial(held.losses.poll, now), None)
+
+    def close_losses(self, now: int) -> None:
+        """Tell what was lost since the last look."""
+        for held in self._held.values():
+            self._guarded(held, partial(held.losses.finish, now), None)
+
+    def lost_by(self) -> dict[str, int]:
+        """Losses so far, by place."""
+        total = Counter(self._lost)
+        for held in self._held.values():
+            total.update(held.lost_before)
+            if not held.segment.closed:
+                total.update(held.losses.totals())
+        return dict(total)
+
+    def close(self) -> None:
+        """Let all segments go; the processes go on."""
+        for held in self._held.values():
+            held.segment.close()
+        self._held.clear()
+
+
+def _is_of(segment: Segment, target: Target) -> bool:
+    """Whether the target made it: a forked child holds its parent's, too, and descriptors can be passed on."""
+    header = segment.header
+    own = target.facts.ns_pid or target.pid
+    now = start_ticks_of(target.pid)
+    return header.pid == own and now in (None, header.start_ticks)
+
+
+def _named(losses: dict[str, int]) -> dict[str, int]:
+    return {PLACES[name]: count for name, count in losses.items() if name in PLACES}
+
+
+def _added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return dict(Counter(one) + Counter(other))

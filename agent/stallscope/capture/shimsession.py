@@ -1,0 +1,114 @@
+"""A capture without privileges: processes and records come from the shims in them, and from looking at /proc."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from typing import Any
+
+from stallscope.capture.costs import Costs
+from stallscope.capture.handover import HandOver
+from stallscope.capture.kin import Kin
+from stallscope.capture.loop import POLL_MS, Loop
+from stallscope.capture.outbox import Outbox
+from stallscope.capture.shims import Shims
+
+__all__ = ["ShimSession"]
+
+INFLIGHT_MIN_NS = 100_000_000
+
+
+class ShimSession(Loop):
+    """Use `start_command` or `start`, then `run`, then `finish`, and always `close`.
+
+    Args:
+        helpers: pids of our own processes.
+        handover: where the command's processes hand over their segments, None when they are only looked for.
+        follow: whether descendants are traced.
+    """
+
+    def __init__(
+        self, outbox: Outbox, shims: Shims, costs: Costs, helpers: Callable[[], set[int]],
+        handover: HandOver | None = None, *, duration_s: float | None = None, follow: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(outbox, shims, costs, duration_s)
+        own = lambda: helpers() | self._stacks.pids()  # noqa: E731
+        self.population: Kin = Kin(shims, outbox.send, self._clock, own, follow=follow)
+        self._handover = handover
+        self._is_command = False
+        self._poller = select.epoll()
+        if handover is not None:
+            self._poller.register(handover.fileno(), select.EPOLLIN)
+
+    def start(self, pids: list[int]) -> None:
+        """Trace running processes that have the shim. Raises TargetProblem."""
+        self.population.adopt(pids)
+        self._begin()
+
+    def start_command(self, pid: int) -> None:
+        """Trace a child of this process, which is a subreaper, and all below it."""
+        self._is_command = True
+        self.population.adopt_command(pid)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.shims.calibrate()
+        self.look()
+        self._begin_ticking()
+
+    def _pause(self) -> None:
+        self._poller.poll(POLL_MS / 1000)
+
+    def _mark(self) -> None:
+        self.shims.mark()
+
+    def _is_told(self) -> bool:
+        return self.shims.is_told()
+
+    def _pump_once(self, force: bool) -> bool:
+        # Before the records: a process that has ended by now has handed over what it had.
+        for handed in self._handover.take(self._clock()) if self._handover else ():
+            self.population.take(handed)
+        return self.shims.drain() if force or self.outbox.bulk_ok else False
+
+    def _read_news(self) -> None:
+        self.population.watch()
+
+    def _poll_losses(self, now: int) -> None:
+        self.shims.poll_losses(now)
+
+    def _lost_by(self) -> dict[str, int]:
+        return self.shims.lost_by()
+
+    def _close_losses(self, now: int) -> None:
+        self.shims.close_losses(now)
+
+    def _flying(self, now: int, *, final: bool) -> list[Any]:
+        return self.shims.inflight(0 if final else INFLIGHT_MIN_NS, now)
+
+    def _let_go(self) -> None:
+        self._pump()
+        self.population.watch()
+        others = len(self.population.live())
+        if self._is_command and others:
+            are = "process of the command still runs" if others == 1 else "processes of the command still run"
+            self._note(self._clock(), f"{others} {are}: what happens there from now on is not recorded")
+
+    def _oddities(self) -> dict[str, int]:
+        turned_away = self.population.turned_away
+        return {
+            "hand-overs of segments made no sense": self._handover.refused if self._handover else 0,
+            "segments of shims were not read": self.shims.refused,
+            "processes with a shim got no slot": turned_away["segments"],
+            "times a process was not listed: there are too many": turned_away["processes"],
+            "processes ended in a way that only their parents know": self.population.no_code,
+        }
+
+    def close(self) -> None:
+        """Give every descriptor back; safe to call at any point. Processes that were traced go on."""
+        super().close()
+        for target in self.population.live():
+            target.close()
+        self._poller.close()
+        if self._handover is not None:
+            self._handover.close()

@@ -1,0 +1,92 @@
+"""What the commands that capture share: the aggregator process, the first frame, limits."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from stallscope import __version__
+from stallscope.cli.caller import Caller
+from stallscope.wire.hook_table import HOOKS
+
+__all__ = ["Aggregator", "allow_files", "hello", "open_record"]
+
+
+class Aggregator:
+    """The unprivileged process at the other end of the socket.
+
+    Args:
+        who: whom it becomes.
+        record_fd: the recording; stays the caller's.
+        as_json: how the report is to look.
+        on_stderr: where a report for a person goes; one in JSON always goes to stdout.
+    """
+
+    def __init__(self, who: Caller, record_fd: int | None, as_json: bool, *, on_stderr: bool = False) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        words = ["--socket-fd", str(theirs.fileno()), "--uid", str(who.drop_uid), "--gid", str(who.drop_gid)]
+        fds = [theirs.fileno()]
+        if record_fd is not None:
+            words += ["--record-fd", str(record_fd)]
+            fds.append(record_fd)
+        words += ["--json"] if as_json else ["--on-stderr"] if on_stderr else []
+        # -I: neither the caller's directory nor his PYTHON* variables say what a root process imports.
+        command = [sys.executable, "-I", "-m", "stallscope.cli.aggregator", *words]
+        # A session of its own: Ctrl-C goes to capture, which ends the stream, which ends this process.
+        self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+        self.socket = ours
+
+    def wait(self) -> int:
+        """Its exit code, once it has printed the report."""
+        return self.process.wait()
+
+    def give_up(self, *, has_begun: bool) -> None:
+        """End it; what was captured, if that has begun, is still reported."""
+        self.socket.close()
+        if not has_begun:
+            self.process.kill()
+        self.wait()
+
+
+def open_record(path: str | None, force: bool, who: Caller) -> int | None:
+    """Descriptor of the recording, None where none is wanted. Raises RecordingProblem."""
+    if path is None:
+        return None
+    from stallscope.wire.recording import open_output
+
+    return open_output(path, force, who.uid, who.gid)
+
+
+def allow_files() -> None:
+    """A process with three libraries takes 13 descriptors: the usual limit of 1024 would end at 75 processes."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def hello(
+    targets: list[int], backend: str, sources: list[str], one_in: float, long_ns: int, start_ns: int | None = None
+) -> dict[str, Any]:
+    """Body of the first frame. `start_ns`: when the capture began, on CLOCK_MONOTONIC; now, if not given."""
+    mono = time.monotonic_ns() if start_ns is None else start_ns
+    return {
+        "version": __version__,
+        "start_mono_ns": mono,
+        "start_unix_ns": time.time_ns() - (time.monotonic_ns() - mono),
+        "host": socket.gethostname(),
+        "kernel": platform.release(),
+        "backend": backend,
+        "sources": sources,
+        "targets": targets,
+        "sample_one_in": one_in,
+        "long_ns": long_ns,
+        "hooks": [[h.id, h.library, h.name, h.kind, h.time_id >= 0] for h in HOOKS],
+        "limits": {"processes": 127, "threads": 4096, "communicators": 4096},
+    }
