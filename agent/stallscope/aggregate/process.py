@@ -14,7 +14,9 @@ from stallscope.aggregate.limits import Overflow
 from stallscope.wire.columns import COUNT, TIME
 from stallscope.wire.frames import Body
 
-__all__ = ["Counts", "Exit", "Link", "Process", "Processes"]
+__all__ = ["SHIM", "Counts", "Exit", "Link", "Process", "Processes"]
+
+SHIM = "shim"  # the method in LINK frames, and the source in reports
 
 
 class Counts(NamedTuple):
@@ -29,7 +31,7 @@ class Counts(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A library that was linked in a process; `version` of an NCCL, where its file tells."""
+    """A library that was linked in a process; `version` of an NCCL, where its file tells; `by_shim`: not by BPF."""
 
     library: str
     path: str
@@ -37,6 +39,7 @@ class Link(NamedTuple):
     at_ns: int
     appeared_ns: int
     version: Version | None = None
+    by_shim: bool = False
 
 
 class Exit(NamedTuple):
@@ -96,6 +99,11 @@ class Process:
     def has_library(self, library: str, hooks: Hooks) -> bool:
         """Whether hooks of that library are linked; a static runtime lives in the program's own file."""
         return any(hooks.get(h).library == library for link in self.links for h in link.hooks)
+
+    @property
+    def source(self) -> str:
+        """Who sees its calls: where the shim does, BPF is not linked."""
+        return SHIM if any(link.by_shim for link in self.links) else "bpf"
 
     def calls(self) -> int:
         """Calls made into linked hooks."""
@@ -157,7 +165,9 @@ class Processes:
             raise BadField("hooks holds something else than hook ids")
         library, path = text(body, "library"), text(body, "path")
         version = version_of(maybe_text(body, "version"))
-        link = Link(library, path, frozenset(hooks), integer(body, "at_ns"), integer(body, "appeared_ns"), version)
+        by_shim = body.get("method") == SHIM
+        at_ns, appeared_ns = integer(body, "at_ns"), integer(body, "appeared_ns")
+        link = Link(library, path, frozenset(hooks), at_ns, appeared_ns, version, by_shim)
         if process is None:
             return None
         if body.get("untimed") is True:

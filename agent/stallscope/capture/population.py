@@ -305,15 +305,15 @@ class Population:
             target = dead.target
             self._shims.retire(target, dead.at_ns)
             self.send_counts(target, self._clock())
-            self._shims.forget(target)
             self._linker.tell_silent(target, final=True)
             exit_code, signal = (None, None) if dead.code < 0 else (dead.code >> 8 & 0xFF, dead.code & 0x7F or None)
             self._send(
                 Kind.EXIT,
                 {"proc": target.proc, "at_ns": dead.at_ns, "code": None if signal else exit_code, "signal": signal},
             )
-            if not target.linked and target.parent is not None:
+            if not (target.linked or self._shims.has(target)) and target.parent is not None:
                 self._never_linked(target, dead.at_ns)
+            self._shims.forget(target)
             for linked in target.linked.values():
                 self._sharing.forget(linked)
             self._reaper.close_later(*target.links())
@@ -339,8 +339,9 @@ class Population:
 
     def send_counts(self, target: Target, now: int) -> None:
         """Counters of one process that changed since they were last sent."""
-        by_shim = self._shims.has(target)
-        changed = self._shims.changed(target) if by_shim else self._tables.counters.changed(target.slot)
+        changed = self._tables.counters.changed(target.slot)
+        if self._shims.has(target):
+            changed = self._shims.changed(target, changed)
         send_changes(self._send, target, changed, now)
 
     def unlink_all(self) -> None:

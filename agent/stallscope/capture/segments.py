@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterator
 
-__all__ = ["candidates", "lock", "reopen", "start_ticks_of"]
+__all__ = ["candidates", "has_segment", "lock", "reopen", "start_ticks_of"]
 
 MEMFD = "/memfd:stallscope-segment (deleted)"
 _FILE = re.compile(r"/\d{1,10}\.\d{1,20}\.seg(?: \(deleted\))?")
@@ -34,6 +34,14 @@ def candidates(pid: int) -> Iterator[int]:
             path = f"/proc/{pid}/fd/{name}"
             if _is_segment(os.readlink(path)):
                 yield reopen(path)
+
+
+def has_segment(pid: int) -> bool:
+    """Whether the process holds a segment, or what may be one."""
+    fds = list(candidates(pid))
+    for fd in fds:
+        os.close(fd)
+    return bool(fds)
 
 
 def reopen(path: str) -> int:

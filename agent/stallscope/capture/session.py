@@ -167,6 +167,7 @@ class Session(Loop):
     def _look_closer(self, now: int, *, slow: bool) -> None:
         if slow or (self._next_early_ns and now >= self._next_early_ns):
             self._check_inferred()
+        self.shims.watch(self.population.live())
         self._comms.look(self.population.live(), now)
 
     def _check_inferred(self) -> None:

@@ -29,6 +29,7 @@ __all__ = ["PLACES", "ShimSettings", "Shims"]
 BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
 LATE_NS = 1_000_000_000
+NOTHING = SlotChanges([], b"", [], b"")
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
     "overwritten": "the shim's ring was overwritten before it was read",
@@ -54,7 +55,6 @@ class _Held:
     segment: Segment
     file: tuple[int, int]
     losses: Losses
-    is_passive: bool
     sums: Sums = field(default_factory=Sums)
     lost_before: dict[str, int] = field(default_factory=dict)
     unread: bool = True
@@ -113,8 +113,7 @@ class Shims:
             if known is not None and known.file == (info.st_dev, info.st_ino):
                 os.close(fd)
                 return True
-            is_passive = not lock(fd)
-            segment = Segment(fd, passive=is_passive)
+            segment = Segment(fd, passive=not lock(fd))
             if not _is_of(segment, target):
                 segment.close()
                 if is_own:
@@ -129,14 +128,14 @@ class Shims:
                     os.close(fd)
             self.refuse(target, str(error))
             return False
-        self._take(target, segment, (info.st_dev, info.st_ino), is_passive)
+        self._take(target, segment, (info.st_dev, info.st_ino))
         return True
 
-    def _take(self, target: Target, segment: Segment, file: tuple[int, int], is_passive: bool) -> None:
+    def _take(self, target: Target, segment: Segment, file: tuple[int, int]) -> None:
         self.retire(target, self._now())
         begun_ns = segment.header.mono_ns
         losses = Losses(lambda: _named(segment.losses()), self._outbox.send, "shim", target.proc, since_ns=begun_ns)
-        held = _Held(target, segment, file, losses, is_passive)
+        held = _Held(target, segment, file, losses)
         if before := self._held.get(target.proc):
             held.sums, held.lost_before = before.sums, before.lost_before
         self._held[target.proc] = held
@@ -171,6 +170,9 @@ class Shims:
             return
         self._counter.calibrate()
         for held in self._held.values():
+            if held.segment.passive and not held.segment.closed and lock(held.segment.fd):
+                held.segment.passive = False  # the capture that had it is gone
+                self._set_mode(held)
             if not held.target.ended:
                 self._links.tell(held.target, held.segment.header.hooks, self._now())
 
@@ -221,11 +223,14 @@ class Shims:
             self.refuse(held.target, str(error))
             return otherwise
 
-    def changed(self, target: Target) -> SlotChanges:
-        """Counters of a process that changed since the last call, over all programs that it has run."""
+    def changed(self, target: Target, otherwise: SlotChanges = NOTHING) -> SlotChanges:
+        """Counters of a process that changed since the last call, over all programs that it has run.
+
+        Args:
+            otherwise: those of a later program of it that has no shim.
+        """
         held = self._held[target.proc]
-        empty = SlotChanges([], b"", [], b"")
-        return held.sums.add(self._guarded(held, held.segment.counts, empty))
+        return held.sums.add(self._guarded(held, held.segment.counts, otherwise))
 
     def inflight(self, min_age_ns: int, now_ns: int) -> list[Any]:
         """Calls that have not returned and are at least so old, as INFLIGHT frames want them."""

@@ -7,14 +7,13 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stallscope.cli.arguments import DEFAULT_ONE_IN, pid_number, rate, seconds
 from stallscope.cli.caller import Caller, caller
-from stallscope.cli.capturing import Aggregator, allow_files, hello, open_record
-from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, StallscopeError
+from stallscope.cli.capturing import LONG_NS, Aggregator, Parts, allow_files, hello, open_record, parts_of_capture
+from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, PermissionProblem, StallscopeError
 from stallscope.wire.frames import Kind
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Attach:
         self.who = who
         self._on_attached = on_attached
         self._nvml = nvml
-        self._attached = self._stop = False
+        self._attached = self._stop = self._by_shim = False
 
     def _signal(self, _number: int, _frame: object) -> None:
         self._stop = True
@@ -82,10 +81,18 @@ class Attach:
     def run(self) -> int:
         """Trace, report, exit code."""
         from stallscope.capture.preflight import require_attach_rights
+        from stallscope.capture.segments import has_segment
 
         for pid in self.args.pids:
             _require_process(pid)
-            require_attach_rights(pid)
+        try:
+            for pid in self.args.pids:
+                require_attach_rights(pid)
+        except PermissionProblem:
+            # What shims record can be read without BPF.
+            if self.args.method == "bpf" or not all(has_segment(pid) for pid in self.args.pids):
+                raise
+            self._by_shim = True
         signal.signal(signal.SIGINT, self._signal)
         signal.signal(signal.SIGTERM, self._signal)
         _go_first()
@@ -109,71 +116,65 @@ class Attach:
         return code if code in (ExitCode.OK, ExitCode.NOTHING_CAPTURED) else ExitCode.FAILED
 
     def _capture(self, aggregator: Aggregator) -> StallscopeError | None:
-        from stallscope.capture.costs import Costs
-        from stallscope.capture.forward import Poller
-        from stallscope.capture.linkstyle import Style, best_style
-        from stallscope.capture.loader import load
-        from stallscope.capture.outbox import Outbox
-        from stallscope.capture.parser_client import ParserClient
-        from stallscope.capture.session import Session, Settings
-        from stallscope.capture.shimlinks import ShimLinks
-        from stallscope.capture.shims import Shims, ShimSettings
-        from stallscope.capture.tables import BULK_BYTES, VITAL_BYTES
-
-        args = self.args
-        settings = Settings(args.pids, not args.no_children, args.sample, duration_s=args.duration)
-        settings.links_per_file, settings.kernel_release = args.links_per_file, args.as_on_kernel
-        settings.returns = args.returns
-        with contextlib.closing(ParserClient()) as parser, contextlib.closing(Poller()) as poller:
-            parser.start(self.who.drop_uid, self.who.drop_gid)
-            poller.start(self.who.drop_uid, self.who.drop_gid, self._nvml)
-            style = best_style() if args.links == "auto" else Style(args.links)
-            loaded = load(args.backend, bulk_bytes=BULK_BYTES, vital_bytes=VITAL_BYTES, style=style)
-            outbox = Outbox(aggregator.socket)
-            ours = {"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid}
-            costs = Costs({**ours, "poller": poller.pid or 0})
-            outbox.send(Kind.HELLO, hello(args.pids, loaded.backend, ["bpf"], settings.one_in, settings.long_ns))
-            for note in loaded.notes:
-                outbox.send(Kind.NOTE, {"at_ns": time.monotonic_ns(), "proc": None, "text": note})
-            shims = Shims(
-                outbox, time.monotonic_ns, ShimLinks(parser, outbox.send, time.monotonic_ns),
-                ShimSettings(one_in=args.sample),
-            )  # fmt: skip
-            session = Session(settings, loaded, outbox, parser, costs, shims)
-            session.poller = poller
+        with parts_of_capture(aggregator, self.who, self._nvml) as parts:
+            session = self._by_shims(parts) if self._by_shim else self._by_bpf(parts)
             try:
                 if self._stop:
                     raise KeyboardInterrupt
-                session.start()
+                if self._by_shim:
+                    session.start(self.args.pids)
+                else:
+                    session.start()
                 self._attached = True
-                self._say_attached(session, settings)
+                self._say_attached(session)
                 if self._on_attached is not None:
                     self._on_attached()
                 session.run(lambda: self._stop)
                 session.finish()
             finally:
                 session.close()
-            outbox.close(timeout_s=30)
-            if outbox.broken:
-                return CaptureProblem(
-                    "the report is lost", why="the aggregator process ended before the capture did",
-                    hint="run it again; if it happens again, see its message above",
-                )  # fmt: skip
-            return None
+            return parts.send_rest()
 
-    def _say_attached(self, session: Any, settings: Any) -> None:
+    def _by_bpf(self, parts: Parts) -> Any:
+        from stallscope.capture.linkstyle import Style, best_style
+        from stallscope.capture.loader import load
+        from stallscope.capture.session import Session, Settings
+        from stallscope.capture.tables import BULK_BYTES, VITAL_BYTES
+
+        args = self.args
+        settings = Settings(args.pids, not args.no_children, args.sample, LONG_NS, duration_s=args.duration)
+        settings.links_per_file, settings.kernel_release = args.links_per_file, args.as_on_kernel
+        settings.returns = args.returns
+        style = best_style() if args.links == "auto" else Style(args.links)
+        loaded = load(args.backend, bulk_bytes=BULK_BYTES, vital_bytes=VITAL_BYTES, style=style)
+        parts.outbox.send(Kind.HELLO, hello(args.pids, loaded.backend, ["bpf"], args.sample, LONG_NS))
+        for note in loaded.notes:
+            parts.note(note)
+        session = Session(settings, loaded, parts.outbox, parts.parser, parts.costs, parts.shims(one_in=args.sample))
+        session.poller = parts.poller
+        return session
+
+    def _by_shims(self, parts: Parts) -> Any:
+        args = self.args
+        parts.outbox.send(Kind.HELLO, hello(args.pids, "shim", ["shim"], args.sample, LONG_NS))
+        parts.note("read through the shims in the processes alone: there are no rights to use BPF")
+        return parts.shim_session(one_in=args.sample, duration_s=args.duration, follow=not args.no_children)
+
+    def _say_attached(self, session: Any) -> None:
         targets = session.population.live()
         if not targets:
             print("the target ended during the attach", file=sys.stderr)
             return
         libraries = sorted({lib.library for t in targets for lib in t.linked.values()})
-        hooks = sum(len(lib.resolved.points) for t in targets for lib in t.linked.values())
+        hooks = sum(lib.by_shim or len(lib.resolved.points) for t in targets for lib in t.linked.values())
         pids = ", ".join(f"{t.pid} ({t.facts.name})" for t in targets[:4]) + (" …" if len(targets) > 4 else "")
         where = " and ".join(libraries) if libraries else "no library yet"
         print(f"attached to PID {pids}: {hooks} functions in {where}", file=sys.stderr)
-        one_in = f"{settings.one_in:g}"
-        if settings.one_in > 1:
-            print(f"recording 1 in {one_in} launches, copies and short waits; counts stay exact", file=sys.stderr)
+        if self.args.sample > 1:
+            print(
+                f"recording 1 in {self.args.sample:g} launches, copies and short waits; counts stay exact",
+                file=sys.stderr,
+            )
         if not libraries:
             print(
                 "note: no CUDA in the target yet (looked for libcudart, libcuda, libnccl and a runtime inside the "

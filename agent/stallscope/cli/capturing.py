@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import resource
 import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stallscope import __version__
 from stallscope.cli.caller import Caller
+from stallscope.errors import CaptureProblem
+from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import HOOKS
 
-__all__ = ["Aggregator", "allow_files", "hello", "open_record"]
+if TYPE_CHECKING:
+    from stallscope.capture.costs import Costs
+    from stallscope.capture.forward import Poller, StandIn
+    from stallscope.capture.handover import HandOver
+    from stallscope.capture.outbox import Outbox
+    from stallscope.capture.parser_client import ParserClient
+    from stallscope.capture.shims import Shims
+    from stallscope.capture.shimsession import ShimSession
+
+__all__ = ["LONG_NS", "Aggregator", "Parts", "allow_files", "hello", "open_record", "parts_of_capture"]
+
+LONG_NS = 200_000  # waits from this duration on are always recorded
 
 
 class Aggregator:
@@ -53,6 +68,69 @@ class Aggregator:
         if not has_begun:
             self.process.kill()
         self.wait()
+
+
+class Parts(NamedTuple):
+    """What every capture is made of, besides where its records come from; `aggregate` is the aggregator's pid."""
+
+    outbox: Outbox
+    parser: ParserClient
+    poller: Poller
+    costs: Costs
+    aggregate: int
+
+    def note(self, text: str) -> None:
+        """A remark in the report."""
+        self.outbox.send(Kind.NOTE, {"at_ns": time.monotonic_ns(), "proc": None, "text": text})
+
+    def shims(self, mode: str | None = None, *, one_in: float) -> Shims:
+        """The segments of a capture; `mode` as in `run --mode`, None leaves each as it is."""
+        from stallscope.capture.segment import Mode
+        from stallscope.capture.shimlinks import ShimLinks
+        from stallscope.capture.shims import Shims, ShimSettings
+
+        links = ShimLinks(self.parser, self.outbox.send, time.monotonic_ns)
+        settings = ShimSettings(Mode[mode.upper()] if mode else None, one_in)
+        return Shims(self.outbox, time.monotonic_ns, links, settings)
+
+    def shim_session(
+        self, mode: str | None = None, handover: HandOver | None = None, *, one_in: float,
+        duration_s: float | None = None, follow: bool = True,
+    ) -> ShimSession:  # fmt: skip
+        """A capture of what shims tell alone."""
+        from stallscope.capture.shimsession import ShimSession
+
+        helpers = lambda: {self.aggregate, self.parser.pid or 0, self.poller.pid or 0}  # noqa: E731
+        shims = self.shims(mode, one_in=one_in)
+        session = ShimSession(self.outbox, shims, self.costs, helpers, handover, duration_s=duration_s, follow=follow)
+        session.poller = self.poller
+        return session
+
+    def send_rest(self) -> CaptureProblem | None:
+        """Wait until the aggregator has taken all; what to tell where it has not."""
+        self.outbox.close(timeout_s=30)
+        if not self.outbox.broken:
+            return None
+        return CaptureProblem(
+            "the report is lost", why="the aggregator process ended before the capture did",
+            hint="run it again; if it happens again, see its message above",
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def parts_of_capture(aggregator: Aggregator, who: Caller, nvml: StandIn | None = None) -> Iterator[Parts]:
+    """Start parser and poller; end them."""
+    from stallscope.capture.costs import Costs
+    from stallscope.capture.forward import Poller
+    from stallscope.capture.outbox import Outbox
+    from stallscope.capture.parser_client import ParserClient
+
+    with contextlib.closing(ParserClient()) as parser, contextlib.closing(Poller()) as poller:
+        parser.start(who.drop_uid, who.drop_gid)
+        poller.start(who.drop_uid, who.drop_gid, nvml)
+        ours = {"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid}
+        costs = Costs({**ours, "poller": poller.pid or 0})
+        yield Parts(Outbox(aggregator.socket), parser, poller, costs, aggregator.process.pid)
 
 
 def open_record(path: str | None, force: bool, who: Caller) -> int | None:

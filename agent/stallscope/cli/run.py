@@ -7,19 +7,20 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stallscope.cli.arguments import DEFAULT_ONE_IN, rate
 from stallscope.cli.caller import Caller, caller
-from stallscope.cli.capturing import Aggregator, allow_files, hello, open_record
+from stallscope.cli.capturing import LONG_NS, Aggregator, allow_files, hello, open_record, parts_of_capture
 from stallscope.cli.launch import NOT_EXECUTABLE, NOT_FOUND, OWN_FAILURE, Command, Preload
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, StallscopeError
 from stallscope.wire.frames import Kind
 
+if TYPE_CHECKING:
+    from stallscope.capture.shimsession import ShimSession
+
 __all__ = ["add_parser", "run"]
 
-LONG_NS = 200_000
 MIN_ONE_IN = 1000.0
 
 
@@ -109,62 +110,26 @@ class Run:
 
     def _capture(self, aggregator: Aggregator, command: Command, preload: Preload) -> StallscopeError | None:
         from stallscope.capture.exits import become_subreaper
-        from stallscope.capture.outbox import Outbox
 
         become_subreaper()
-        with self._helpers() as (parser, poller):
-            outbox = Outbox(aggregator.socket)
-            start_ns = time.monotonic_ns()
-            one_in = max(self.args.sample, MIN_ONE_IN) if self.args.mode == "min" else self.args.sample
-            session = self._session(outbox, parser, poller, aggregator, preload, one_in)
+        one_in = max(self.args.sample, MIN_ONE_IN) if self.args.mode == "min" else self.args.sample
+        with parts_of_capture(aggregator, self.who) as parts:
+            session = parts.shim_session(self.args.mode, preload.handover, one_in=one_in)
             try:
+                start_ns = time.monotonic_ns()
                 pid = command.start()
-                outbox.send(Kind.HELLO, hello([pid], "shim", ["shim"], one_in, LONG_NS, start_ns))
+                parts.outbox.send(Kind.HELLO, hello([pid], "shim", ["shim"], one_in, LONG_NS, start_ns))
                 for note in preload.notes:
-                    outbox.send(Kind.NOTE, {"at_ns": time.monotonic_ns(), "proc": None, "text": note})
+                    parts.note(note)
                 session.start_command(pid)
                 session.run(lambda: self._step(session, command))
                 session.finish()
                 preload.keep = bool(session.population.live())
             finally:
                 session.close()
-            outbox.close(timeout_s=30)
-            if outbox.broken:
-                return CaptureProblem(
-                    "the report is lost", why="the aggregator process ended before the command did",
-                    hint="run it again; if it happens again, see its message above",
-                )  # fmt: skip
-            return None
+            return parts.send_rest()
 
-    @contextlib.contextmanager
-    def _helpers(self) -> Iterator[tuple[Any, Any]]:
-        from stallscope.capture.forward import Poller
-        from stallscope.capture.parser_client import ParserClient
-
-        with contextlib.closing(ParserClient()) as parser, contextlib.closing(Poller()) as poller:
-            parser.start(self.who.drop_uid, self.who.drop_gid)
-            poller.start(self.who.drop_uid, self.who.drop_gid)
-            yield parser, poller
-
-    def _session(
-        self, outbox: Any, parser: Any, poller: Any, aggregator: Aggregator, preload: Preload, one_in: float
-    ) -> Any:
-        from stallscope.capture.costs import Costs
-        from stallscope.capture.segment import Mode
-        from stallscope.capture.shimlinks import ShimLinks
-        from stallscope.capture.shims import Shims, ShimSettings
-        from stallscope.capture.shimsession import ShimSession
-
-        ours = {"capture": os.getpid(), "parser": parser.pid or 0, "aggregate": aggregator.process.pid}
-        costs = Costs({**ours, "poller": poller.pid or 0})
-        settings = ShimSettings(Mode[self.args.mode.upper()], one_in)
-        shims = Shims(outbox, time.monotonic_ns, ShimLinks(parser, outbox.send, time.monotonic_ns), settings)
-        helpers = lambda: {aggregator.process.pid, parser.pid or 0, poller.pid or 0}  # noqa: E731
-        session = ShimSession(outbox, shims, costs, helpers, preload.handover)
-        session.poller = poller
-        return session
-
-    def _step(self, session: Any, command: Command) -> bool:
+    def _step(self, session: ShimSession, command: Command) -> bool:
         """Pass signals on; take the command's end. Never asks to stop: the command does."""
         command.forward_signals()
         status = command.poll()

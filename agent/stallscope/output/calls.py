@@ -41,7 +41,7 @@ def _row(hook: HookFacts, process: Process, counts: Counts, under_way: int, unsu
         "max_ns": timing.max_ns if timing else None,
         "p50_ns": timing.p50_ns if timing else None,
         "p99_ns": timing.p99_ns if timing else None,
-        "source": "bpf",
+        "source": process.source,
     }
     if timing and timing.p50_ns is not None:
         row["p50_ns_is"] = row["p99_ns_is"] = "estimated"

@@ -60,7 +60,7 @@ def _fate(processes: list[Process]) -> str:
 
 def _hint(state: State, processes: list[Process]) -> str:
     if state.capture is not None and state.capture.sources == ["shim"]:
-        return "check that a dynamically linked program of the command uses CUDA; ld.so says above what it can't preload"
+        return "check that CUDA is used by a program that is linked dynamically, and what ld.so says above"
     if any(p.links for p in processes):
         return "attach while the job computes, or for longer (--duration)"
     pid = processes[0].pid if processes else "PID"

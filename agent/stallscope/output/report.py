@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from stallscope.aggregate.communicators import Communicator, root_address
-from stallscope.aggregate.process import Process
+from stallscope.aggregate.process import SHIM, Process
 from stallscope.aggregate.state import State
 from stallscope.diagnose.accounting import Accounting, account
 from stallscope.diagnose.hidden import hidden
@@ -63,7 +63,7 @@ def _capture(state: State, accounting: Accounting) -> Row:
         "start_unix_ns": str(capture.start_unix_ns) if capture else None,
         "duration_ns": state.now_ns - start if capture else None,
         "host": capture.host if capture else None,
-        "sources": capture.sources if capture else [],
+        "sources": _sources(state),
         "targets": capture.targets if capture else [],
         "sample_one_in": capture.sample_one_in if capture else None,
         "ended": state.reason,
@@ -80,6 +80,13 @@ def _capture(state: State, accounting: Accounting) -> Row:
     bound(row, not ended, "duration_ns", "lost", "sampled_out")
     bound(row, accounting.events_bounded, "events")
     return row
+
+
+def _sources(state: State) -> list[str]:
+    """Those that the capture began with, and the shims that it met."""
+    known = state.capture.sources if state.capture else []
+    met = any(process.source == SHIM for process in state.processes.table.values())
+    return [*known, SHIM] if met and SHIM not in known else known
 
 
 def _gap(state: State, gap: Any) -> Row:
@@ -108,16 +115,18 @@ def _notes(state: State, accounting: Accounting) -> list[str]:
 
 def _probed(state: State) -> list[str]:
     """One sentence for each file: what stands in it, and in how many processes."""
-    found: dict[tuple[str, str], tuple[int, set[int]]] = {}
+    found: dict[tuple[str, str, bool], tuple[int, set[int]]] = {}
     for process in state.processes.table.values():
         for link in process.links:
             hooks = Counter(state.hooks.get(hook).library for hook in link.hooks)
             for library, number in sorted(hooks.items()):
-                most, procs = found.get((link.path, library), (0, set()))
-                found[link.path, library] = (max(most, number), procs | {process.proc})
+                key = link.path, library, link.by_shim
+                most, procs = found.get(key, (0, set()))
+                found[key] = (max(most, number), procs | {process.proc})
     return [
-        f"{path}: {number} functions of {library} probed" + (f" in {len(procs)} processes" if len(procs) > 1 else "")
-        for (path, library), (number, procs) in list(found.items())[:MAX_FILES_TOLD]
+        f"{path}: {number} functions of {library} {'behind the shim' if by_shim else 'probed'}"
+        + (f" in {len(procs)} processes" if len(procs) > 1 else "")
+        for (path, library, by_shim), (number, procs) in list(found.items())[:MAX_FILES_TOLD]
     ]
 
 
