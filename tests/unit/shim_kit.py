@@ -52,7 +52,7 @@ class FakeSegment:
         ticks = start_ticks_of(os.getpid()) if ticks is None else ticks
         header = SimpleNamespace(pid=pid, start_ticks=ticks, mono_ns=10**12, hooks=frozenset({LAUNCH}), mode=Mode.FULL)
         made.__dict__.update(
-            header=header, batches=[], rows=[], changes=[], lost={}, modes=[], opened=None, bad=None, **more
+            header=header, batches=[], rows=[], changes=[], lost={}, table=[], modes=[], opened=None, bad=None, **more
         )
         cls.contents[os.fstat(fd).st_ino] = made
         return made
@@ -67,6 +67,9 @@ class FakeSegment:
     def counts(self) -> SlotChanges:
         found: SlotChanges = self.changes.pop(0) if self.changes else NO_CHANGES
         return found
+
+    def comms(self) -> list[Any]:
+        return list(self.table)
 
     def inflight(self, clock: Any) -> list[InflightRow]:
         return list(self.rows)

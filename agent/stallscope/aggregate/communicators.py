@@ -14,6 +14,7 @@ from stallscope.aggregate.hooks import Hooks
 from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.matching import Matching, key_of
 from stallscope.aggregate.process import Process
+from stallscope.aggregate.table import TableRow
 
 __all__ = ["Communicator", "Communicators", "Member", "root_address"]
 
@@ -60,6 +61,21 @@ class Communicators:
     def read(self, process: Process, data: CommData) -> None:
         """What was found in a communicator's memory."""
         self._matching.take(process, data)
+
+    def told(self, process: Process, row: TableRow, at_ns: int) -> None:
+        """By the shim's table a communicator lies there; new only where the record of its creation is lost."""
+        place = (process.proc, row.pointer)
+        if place in self._by_pointer:
+            return
+        member = Member(process.proc, process.pid, 0, row.rank, status=SUCCESS, made_ns=at_ns)
+        if row.uid is not None and row.nranks is not None:
+            comm = self._of_uid(process, member, row.uid, row.nranks, at_ns)
+        else:
+            number = key_of("table", *place)
+            comm = self.make(number, Communicator(number, None, row.nranks, None, False, at_ns, matched=False))
+        if comm and self.join(comm, member):
+            comm.learn_version(process.nccl_version)
+            self.settle(place, comm, member)
 
     def find(self, proc: int, pointer: int) -> tuple[Communicator, Member] | None:
         """The communicator behind a process's ncclComm_t."""

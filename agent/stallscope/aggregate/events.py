@@ -53,6 +53,12 @@ class Events:
         """Another communicator lies there now; the number that the one before had come to."""
         return self.next_seq.pop((proc, pointer), 0)
 
+    def told(self, proc: int, pointer: int, numbered: int) -> None:
+        """So many operations have been numbered there, be they recorded or not."""
+        place = (proc, pointer)
+        if numbered and (place in self.next_seq or not self._overflow.full("sequence numbers", len(self.next_seq))):
+            self.next_seq[place] = max(self.next_seq.get(place, 0), numbered)
+
     def owner(self, slot: int) -> Process | None:
         """The process that holds a slot now."""
         return self._slots[slot] if slot < WIRE_PROCS else None

@@ -28,6 +28,7 @@ from stallscope.aggregate.hosts import Hosts
 from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.operations import Operations
 from stallscope.aggregate.process import Link, Process, Processes
+from stallscope.aggregate.table import table_rows
 from stallscope.aggregate.witnesses import Witnesses
 from stallscope.wire.columns import REC, UID_REC
 from stallscope.wire.frames import Body, Frame, Kind
@@ -122,6 +123,7 @@ class State:
             Kind.STACK: self.hosts.stack,
             Kind.SUSPECT: self.hosts.suspect,
             Kind.COMM: self._comm,
+            Kind.COMMS: self._comms,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,
@@ -243,6 +245,14 @@ class State:
         data, process = comm_data(body), self.processes.get(body)
         if process:
             self.communicators.read(process, data)
+
+    def _comms(self, body: Body) -> None:
+        rows, process, at_ns = table_rows(body), self.processes.get(body), integer(body, "at_ns")
+        for row in rows if process else []:
+            assert process is not None
+            self.communicators.told(process, row, at_ns)
+            self.events.told(process.proc, row.pointer, row.next)
+            self.operations.told(process, row, at_ns)
 
     def _slot(self, body: Body) -> None:
         slot = integer(body, "slot", 0, WIRE_PROCS)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
@@ -28,6 +29,7 @@ __all__ = ["PLACES", "ShimSettings", "Shims"]
 
 BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
+CATCH_UP_ROUNDS = 32
 LATE_NS = 1_000_000_000
 NOTHING = SlotChanges([], b"", [], b"")
 # What `Segment.losses` calls them -> what a report says.
@@ -142,9 +144,28 @@ class Shims:
         target.preloaded = True
         self._set_mode(held)
         self._links.tell(target, segment.header.hooks, begun_ns)
+        if begun_ns < self._now() - LATE_NS:
+            self._catch_up(held)
         if begun_ns < self._begun_ns - LATE_NS:
             age_s = (self._now() - begun_ns) / 1e9
             self._note(target, f"its shim counts since its first call, which was {age_s:.0f} s before it was looked at")
+
+    def _catch_up(self, held: _Held) -> None:
+        """Of what was there before anybody looked, rings keep a part and the table the outcome.
+
+        Records first: a creation that was recorded must not look like another one than the table's. Then the counters,
+        so that a reader knows how many records there should have been.
+        """
+        for _ in range(CATCH_UP_ROUNDS):
+            if not self._drain(held):
+                break
+        now, target = self._now(), held.target
+        send_changes(self._outbox.send, target, self.changed(target), now)
+        comms = self._guarded(held, held.segment.comms, [])
+        if comms:
+            rows = [[c.pointer, c.next, c.hook, c.elements, c.dtype, c.redop, c.rank, c.nranks, c.uid or b""]
+                    for c in comms]  # fmt: skip
+            self._outbox.send(Kind.COMMS, {"at_ns": now, "proc": target.proc, "comms": rows})
 
     def refuse(self, target: Target | None, why: str) -> None:
         """Count a segment that is not read, and tell the first ones."""

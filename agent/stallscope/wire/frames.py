@@ -55,6 +55,9 @@ COMM       at_ns, proc, pointer, by "table", "dwarf", "code" or nil (no offsets 
            version: of the NCCL whose offsets were used, as in LINK, samples [[n, seq..]..]: operations that we
            numbered in it, and NCCL's own seqNumber by function, while no call on it was under way. A later frame about
            the same pointer replaces an earlier one
+COMMS      at_ns, proc, comms [[pointer, next, hook, elements, dtype, redop, rank or nil, nranks or nil, uid]..]: what
+           the table of a shim says that was met late, so that not all was recorded: operations numbered so far, the
+           newest of them, and of the creation what it told; uid: 128 bytes, or none
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
@@ -113,6 +116,7 @@ class Kind(IntEnum):
     COMM = 21
     WITNESS = 22
     GPU = 23
+    COMMS = 24
 
 
 class Frame(NamedTuple):
