@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from stallscope.capture.procfs import Facts
-from stallscope.capture.rings import Drained, Frame, InflightRow, SlotChanges, Thread
-from stallscope.capture.segment import BadSegment, Mode
+from stallscope.capture.rings import Drained, Frame, InflightRow, SlotChanges
+from stallscope.capture.segment import BadSegment, Mode, SegmentThread
 from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
@@ -36,12 +36,12 @@ class FakeSegment:
 
     contents: dict[int, FakeSegment] = {}  # noqa: RUF012 - emptied by each test
 
-    def __init__(self, fd: int, *, passive: bool = False) -> None:
+    def __init__(self, fd: int) -> None:
         planned = self.contents.get(os.fstat(fd).st_ino)
         if planned is None:
             raise BadSegment("no magic")
         self.__dict__.update(planned.__dict__)
-        self.fd, self.passive, self.closed = fd, passive, False
+        self.closed = False
         planned.opened = self
 
     @classmethod
@@ -71,7 +71,7 @@ class FakeSegment:
     def comms(self) -> list[Any]:
         return list(self.table)
 
-    def inflight(self, clock: Any) -> list[InflightRow]:
+    def inflight(self, clock: Any, slot: int = 0, tgid: int = 0) -> list[InflightRow]:
         return list(self.rows)
 
     def losses(self) -> dict[str, int]:
@@ -80,12 +80,10 @@ class FakeSegment:
     def set_mode(self, mode: Mode, one_in: float, *, tap: bool = False) -> None:
         self.modes.append((mode, one_in, tap))
 
-    def threads(self) -> list[Thread]:
-        return [Thread(1, 0, 5)]
+    def threads(self) -> list[SegmentThread]:
+        return [SegmentThread(1, True, 5), SegmentThread(2, False, 9)]
 
     def close(self) -> None:
-        if not self.closed:
-            os.close(self.fd)
         self.closed = True
 
 

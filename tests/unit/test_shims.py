@@ -12,9 +12,9 @@ import pytest
 from shim_kit import LAUNCH, REDUCE, FakeSegment, Sent, count_row, memfd, row, target, time_row
 
 from stallscope.capture import shims as module
-from stallscope.capture.rings import SlotChanges
+from stallscope.capture.rings import SlotChanges, Thread
 from stallscope.capture.segment import Mode
-from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, PLACES, Shims, ShimSettings
+from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, PLACES, TRIES, Shims, ShimSettings
 from stallscope.capture.sums import Sums
 from stallscope.wire.frames import Kind
 
@@ -25,7 +25,7 @@ class World:
     def __init__(self) -> None:
         self.now = 10**12
         self.sent = Sent()
-        self.told: list[tuple[int, frozenset[int], int]] = []
+        self.told: list[tuple[int, list[int], int]] = []
         links: Any = SimpleNamespace(
             tell=lambda t, hooks, since: self.told.append((t.proc, hooks, since)), forget=lambda t: None
         )
@@ -36,7 +36,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     FakeSegment.contents = {}
     monkeypatch.setattr(module, "Segment", FakeSegment)
-    monkeypatch.setattr(module, "Clock", lambda: SimpleNamespace(calibrate=lambda: None))
+    monkeypatch.setattr(module, "Clock", lambda: SimpleNamespace(recalibrate=lambda: None))
     made = World()
     yield made
     made.shims.close()
@@ -50,7 +50,9 @@ def test_a_segment_is_drained_in_batches(world: World) -> None:
     process = target()
     assert world.shims.adopt(process, fd) and world.shims.has(process) and process.preloaded
     assert planned.modes == [(Mode.FULL, 50.0, False)]
-    assert world.told == [(1, frozenset({LAUNCH}), 10**12)]
+    planned.opened.changes = [SlotChanges([LAUNCH], count_row(1), [], b"")]
+    assert world.shims.changed(process).hooks == [LAUNCH] and world.told[-1] == (1, [LAUNCH], 10**12)
+    assert world.shims.threads(process) == [Thread(1, 4, 5)]
     world.shims.mark()
     assert world.shims.drain() and not world.shims.is_told()
     assert not world.shims.drain() and world.shims.is_told()
@@ -92,12 +94,12 @@ def test_another_capture_reads_it(world: World) -> None:
     assert module.lock(other)
     planned = FakeSegment.plan(other)
     world.shims.adopt(target(), again)
-    assert planned.opened.passive
     world.shims.calibrate()
-    assert planned.opened.passive
+    world.shims.open_tap(True)
+    assert planned.modes == []
     os.close(other)
     world.shims.calibrate()
-    assert not planned.opened.passive
+    assert planned.modes == [(Mode.FULL, 50.0, True)]
 
 
 def test_a_bad_segment_is_given_up(world: World) -> None:
@@ -147,9 +149,10 @@ def test_counters_go_on_over_an_exec(world: World) -> None:
     for calls, lost in ((5, 1), (7, 2)):
         fd = memfd()
         planned = FakeSegment.plan(fd)
-        planned.changes = [SlotChanges([LAUNCH], count_row(calls), [3], time_row(2, 10 * calls, calls, 8))]
         planned.lost = {"overwritten": lost, "unknown": 9}
         world.shims.adopt(process, fd)
+        changes = SlotChanges([LAUNCH], count_row(calls), [3], time_row(2, 10 * calls, calls, 8))
+        planned.opened.changes = [changes]
         changed = world.shims.changed(process)
         world.shims.poll_losses(world.now)
     assert changed.counts == count_row(12)
@@ -160,6 +163,29 @@ def test_counters_go_on_over_an_exec(world: World) -> None:
     assert later.counts == count_row(14)
     world.shims.forget(process)
     assert world.shims.lost_by() == {PLACES["overwritten"]: 3}
+
+
+def test_one_that_is_not_finished_yet(world: World) -> None:
+    """Found before its header was written: not worth a word, unless it stays so."""
+    fd = memfd()
+    for _ in range(TRIES - 1):
+        assert not world.shims.adopt(target(), os.dup(fd), is_own=False)
+    assert world.sent.frames == []
+    assert not world.shims.adopt(target(), os.dup(fd), is_own=False)
+    assert world.shims.refused == 1
+    FakeSegment.plan(fd)
+    assert world.shims.adopt(target(), fd, is_own=False)
+
+
+def test_the_last_counters_are_told(world: World) -> None:
+    """When the process ends."""
+    fd = memfd()
+    planned = FakeSegment.plan(fd)
+    process = target()
+    world.shims.adopt(process, fd)
+    planned.opened.changes = [SlotChanges([LAUNCH], count_row(9), [], b"")]
+    world.shims.retire(process, 1)
+    assert [body["counts"] for body in world.sent.of(Kind.COUNTS)] == [count_row(9)]
 
 
 def test_what_was_lost_before_anybody_looked(world: World) -> None:
@@ -191,5 +217,6 @@ def test_sums_of_one_program_are_its_own() -> None:
     sums = Sums()
     changed = SlotChanges([LAUNCH], count_row(3), [], b"")
     assert sums.add(changed) is changed
-    sums.close(SlotChanges([LAUNCH, REDUCE], count_row(4) + count_row(1), [], b""))
+    sums.add(SlotChanges([LAUNCH, REDUCE], count_row(4) + count_row(1), [], b""))
+    sums.close()
     assert sums.add(SlotChanges([REDUCE], count_row(2), [], b"")).counts == count_row(3)

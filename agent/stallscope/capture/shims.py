@@ -6,7 +6,6 @@ up, with a note and a gap. All of it is bounded: one segment a process slot.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -18,19 +17,22 @@ from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
-from stallscope.capture.segment import BadSegment, Clock, Mode, Segment
+from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
 from stallscope.capture.segments import candidates, lock, start_ticks_of
 from stallscope.capture.shimlinks import ShimLinks
 from stallscope.capture.sums import Sums, abandoned
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
+from stallscope.wire.hook_table import BY_NAME
 
 __all__ = ["PLACES", "ShimSettings", "Shims"]
 
 BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
 CATCH_UP_ROUNDS = 32
+TRIES, MAX_TRIED = 4, 1024
 LATE_NS = 1_000_000_000
+NCCL_HOOK = BY_NAME["ncclCommInitRank"].id
 NOTHING = SlotChanges([], b"", [], b"")
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
@@ -38,7 +40,12 @@ PLACES = {
     "vital_full": "the shim's vital ring was full",
     "no_ring": "the shim had no ring for the thread",
     "busy": "called by a signal handler while the shim wrote a record",
-    "deep": "nested too deep to time",
+    "stale": "never returned in sight of the shim (longjmp, exception, too deep)",
+}
+ODD = {
+    "no_comm": "operations have no sequence number because its table of communicators was full",
+    "unwrapped": "functions were handed out without the shim, which had no wrapper left for them",
+    "corrupt": "times something in its segment made no sense",
 }
 
 
@@ -51,15 +58,31 @@ class ShimSettings(NamedTuple):
 
 @dataclass
 class _Held:
-    """One process with a segment. `unread`: whether records older than the mark may wait in it."""
+    """One process with a segment.
+
+    Attributes:
+        fd: the segment, locked unless another capture reads it (`is_passive`).
+        unread: whether records older than the mark may wait in it.
+        is_open: False once it was read to its end, or made no sense.
+    """
 
     target: Target
     segment: Segment
+    fd: int
     file: tuple[int, int]
+    is_passive: bool
     losses: Losses
     sums: Sums = field(default_factory=Sums)
     lost_before: dict[str, int] = field(default_factory=dict)
     unread: bool = True
+    is_open: bool = True
+
+    def close(self) -> None:
+        """Let the segment go; the process keeps it."""
+        if self.is_open:
+            self.is_open = False
+            self.segment.close()
+            os.close(self.fd)
 
 
 class Shims:
@@ -77,11 +100,12 @@ class Shims:
 
     def __init__(self, outbox: Outbox, clock: Callable[[], int], links: ShimLinks, settings: ShimSettings) -> None:
         self._outbox, self._now, self._links, self._settings = outbox, clock, links, settings
-        self._counter = Clock()
+        self._counter: Clock | None = None
         self._held: dict[int, _Held] = {}
         self._lost: Counter[str] = Counter()
         self._begun_ns = clock()
         self._tap = False
+        self._tries: dict[tuple[int, int], int] = {}
         self.refused = 0
         self.prepare: Callable[[Target], bool] = lambda target: True
 
@@ -108,64 +132,66 @@ class Shims:
         Args:
             is_own: the process itself handed it over; False where it was only found with it.
         """
-        segment: Segment | None = None
+        info = os.fstat(fd)
+        file = info.st_dev, info.st_ino
         try:
-            info = os.fstat(fd)
-            known = self._held.get(target.proc)
-            if known is not None and known.file == (info.st_dev, info.st_ino):
+            if (known := self._held.get(target.proc)) is not None and known.file == file:
                 os.close(fd)
                 return True
-            segment = Segment(fd, passive=not lock(fd))
-            if not _is_of(segment, target):
-                segment.close()
-                if is_own:
-                    self.refuse(target, "it is not of the process that handed it over")
-                return False
-            if not self.prepare(target):
-                segment.close()
-                return False
+            segment = Segment(fd)
         except (BadSegment, OSError) as error:
-            if segment is None:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-            self.refuse(target, str(error))
+            os.close(fd)
+            self._unreadable(target, file, str(error), is_own=is_own)
             return False
-        self._take(target, segment, (info.st_dev, info.st_ino))
-        return True
+        if (is_mine := _is_of(segment, target)) and self.prepare(target):
+            self._take(target, segment, fd, file)
+            return True
+        segment.close()
+        os.close(fd)
+        if is_own and not is_mine:
+            self.refuse(target, "it is not of the process that handed it over")
+        return False
 
-    def _take(self, target: Target, segment: Segment, file: tuple[int, int]) -> None:
+    def _take(self, target: Target, segment: Segment, fd: int, file: tuple[int, int]) -> None:
         self.retire(target, self._now())
+        if self._counter is None:
+            self._counter = Clock()
         begun_ns = segment.header.mono_ns
-        losses = Losses(lambda: _named(segment.losses()), self._outbox.send, "shim", target.proc, since_ns=begun_ns)
-        held = _Held(target, segment, file, losses)
+        losses = Losses(partial(_losses_of, segment), self._outbox.send, "shim", target.proc, since_ns=begun_ns)
+        held = _Held(target, segment, fd, file, not lock(fd), losses)
         if before := self._held.get(target.proc):
             held.sums, held.lost_before = before.sums, before.lost_before
         self._held[target.proc] = held
         target.preloaded = True
         self._set_mode(held)
-        self._links.tell(target, segment.header.hooks, begun_ns)
-        if begun_ns < self._now() - LATE_NS:
-            self._catch_up(held)
+        self._begin(held, is_late=begun_ns < self._now() - LATE_NS)
         if begun_ns < self._begun_ns - LATE_NS:
             age_s = (self._now() - begun_ns) / 1e9
             self._note(target, f"its shim counts since its first call, which was {age_s:.0f} s before it was looked at")
 
-    def _catch_up(self, held: _Held) -> None:
-        """Of what was there before anybody looked, rings keep a part and the table the outcome.
+    def _begin(self, held: _Held, *, is_late: bool) -> None:
+        """Tell the libraries while they can be looked up. Of what was there before anybody looked, rings keep a part
+        and the table the outcome.
 
         Records first: a creation that was recorded must not look like another one than the table's. Then the counters,
         so that a reader knows how many records there should have been.
         """
-        for _ in range(CATCH_UP_ROUNDS):
-            if not self._drain(held):
-                break
+        rounds = CATCH_UP_ROUNDS if is_late else 0
+        while rounds and self._drain(held):
+            rounds -= 1
         now, target = self._now(), held.target
         send_changes(self._outbox.send, target, self.changed(target), now)
-        comms = self._guarded(held, held.segment.comms, [])
-        if comms:
-            rows = [[c.pointer, c.next, c.hook, c.elements, c.dtype, c.redop, c.rank, c.nranks, c.uid or b""]
-                    for c in comms]  # fmt: skip
+        rows = [_table_row(comm) for comm in self._guarded(held, held.segment.comms, [])] if is_late else []
+        if rows:
             self._outbox.send(Kind.COMMS, {"at_ns": now, "proc": target.proc, "comms": rows})
+
+    def _unreadable(self, target: Target, file: tuple[int, int], why: str, *, is_own: bool) -> None:
+        """One that is only found may not be finished yet: it is looked at again, and told when it stays as it is."""
+        tries = self._tries.get(file, 0) + 1
+        if len(self._tries) < MAX_TRIED or file in self._tries:
+            self._tries[file] = tries
+        if is_own or tries == TRIES:
+            self.refuse(target, why)
 
     def refuse(self, target: Target | None, why: str) -> None:
         """Count a segment that is not read, and tell the first ones."""
@@ -186,16 +212,13 @@ class Shims:
         self._outbox.send(Kind.GAP, {**body, "reason": reason})
 
     def calibrate(self) -> None:
-        """Compare the processes' counter with the clock, and see what libraries came; once a second."""
-        if not self._held:
-            return
-        self._counter.calibrate()
+        """Compare the processes' counter with the clock; once a second."""
+        if self._counter is not None:
+            self._counter.recalibrate()
         for held in self._held.values():
-            if held.segment.passive and not held.segment.closed and lock(held.segment.fd):
-                held.segment.passive = False  # the capture that had it is gone
+            if held.is_passive and held.is_open and lock(held.fd):
+                held.is_passive = False  # the capture that had it is gone
                 self._set_mode(held)
-            if not held.target.ended:
-                self._links.tell(held.target, held.segment.header.hooks, self._now())
 
     def open_tap(self, on: bool) -> None:
         """Record every call that tells of completion, or as many as of other calls again."""
@@ -204,8 +227,9 @@ class Shims:
             self._set_mode(held)
 
     def _set_mode(self, held: _Held) -> None:
-        mode = held.segment.header.mode if self._settings.mode is None else self._settings.mode
-        if not held.segment.closed:
+        """Unless another capture has the say."""
+        if held.is_open and not held.is_passive:
+            mode = held.segment.header.mode if self._settings.mode is None else self._settings.mode
             held.segment.set_mode(mode, self._settings.one_in, tap=self._tap)
 
     def mark(self) -> None:
@@ -227,20 +251,23 @@ class Shims:
         batch = self._guarded(held, lambda: self._one_batch(held), None)
         held.unread = batch is not None and (batch.n_recs >= BATCH_RECORDS or batch.n_uids >= MAX_UIDS)
         if batch is not None:
+            if batch.n_uids:  # which NCCL it is says how a communicator's hash comes about: before its creation
+                self._links.tell(held.target, (NCCL_HOOK,), held.segment.header.mono_ns)
             self._outbox.send_records(batch)
         return held.unread
 
     def _one_batch(self, held: _Held) -> Drained:
+        assert self._counter is not None
         return held.segment.drain(held.target.slot, held.target.pid, self._counter, BATCH_RECORDS)
 
     def _guarded(self, held: _Held, read: Callable[[], Any], otherwise: Any) -> Any:
         """What `read` finds; a segment that makes no sense any more is given up."""
-        if held.segment.closed:
+        if not held.is_open:
             return otherwise
         try:
             return read()
-        except BadSegment as error:
-            held.segment.close()
+        except (BadSegment, OSError) as error:
+            held.close()
             self.refuse(held.target, str(error))
             return otherwise
 
@@ -251,7 +278,13 @@ class Shims:
             otherwise: those of a later program of it that has no shim.
         """
         held = self._held[target.proc]
-        return held.sums.add(self._guarded(held, held.segment.counts, otherwise))
+        return held.sums.add(self._guarded(held, partial(self._counts, held), otherwise))
+
+    def _counts(self, held: _Held) -> SlotChanges:
+        """With the libraries told first that are new in them."""
+        found = held.segment.counts()
+        self._links.tell(held.target, found.hooks, held.segment.header.mono_ns)
+        return found
 
     def inflight(self, min_age_ns: int, now_ns: int) -> list[Any]:
         """Calls that have not returned and are at least so old, as INFLIGHT frames want them."""
@@ -264,14 +297,17 @@ class Shims:
         return rows
 
     def _rows(self, held: _Held) -> list[InflightRow]:
-        found: list[InflightRow] = self._guarded(held, lambda: held.segment.inflight(self._counter), [])
+        target, counter = held.target, self._counter
+        assert counter is not None
+        read = partial(held.segment.inflight, counter, target.slot, target.pid)
+        found: list[InflightRow] = self._guarded(held, read, [])
         return found
 
     def threads(self, target: Target) -> list[Thread]:
         """Threads of a process that made calls."""
         held = self._held.get(target.proc)
-        found: list[Thread] = self._guarded(held, held.segment.threads, []) if held else []
-        return found
+        found = self._guarded(held, held.segment.threads, []) if held else []
+        return [Thread(thread.tid, target.slot, thread.calls) for thread in found if thread.alive]
 
     def retire(self, target: Target, at_ns: int) -> None:
         """The process runs another program now, or has ended: what its segment still holds is told.
@@ -279,26 +315,36 @@ class Shims:
         Calls that were under way have been abandoned; there is nobody left in the process to say so.
         """
         held = self._held.get(target.proc)
-        if held is None or held.segment.closed:
+        if held is None or not held.is_open:
             return
         while self._drain(held) and not self._outbox.broken:
             pass
         lost = [record for row in self._rows(held) for record in abandoned(row, target.pid, target.slot, at_ns)]
         if lost:
             self._outbox.send(Kind.EVENTS, {"count": len(lost), "data": b"".join(lost)})
-        if not held.segment.closed:
-            self._links.tell(target, held.segment.header.hooks, at_ns)
-            held.losses.finish(self._now())
-            held.lost_before = _added(held.lost_before, held.losses.totals())
-            held.sums.close(held.segment.counts())
-            held.segment.close()
+        self._guarded(held, partial(self._read_last, held), None)
+        held.close()
         self._links.forget(target)
+
+    def _read_last(self, held: _Held) -> None:
+        send_changes(self._outbox.send, held.target, held.sums.add(self._counts(held)), self._now())
+        held.sums.close()
+        held.losses.finish(self._now())
+        held.lost_before = _added(held.lost_before, held.losses.totals())
+        self._tell_odd(held)
+
+    def _tell_odd(self, held: _Held) -> None:
+        """What should not happen."""
+        losses = held.segment.losses()
+        for name, what in ODD.items():
+            if losses.get(name):
+                self._note(held.target, f"shim: {losses[name]} {what}")
 
     def forget(self, target: Target) -> None:
         """The process has ended and all of it was told."""
         held = self._held.pop(target.proc, None)
         if held is not None:
-            held.segment.close()
+            held.close()
             self._lost.update(held.lost_before)
 
     def poll_losses(self, now: int) -> None:
@@ -310,20 +356,21 @@ class Shims:
         """Tell what was lost since the last look."""
         for held in self._held.values():
             self._guarded(held, partial(held.losses.finish, now), None)
+            self._guarded(held, partial(self._tell_odd, held), None)
 
     def lost_by(self) -> dict[str, int]:
         """Losses so far, by place."""
         total = Counter(self._lost)
         for held in self._held.values():
             total.update(held.lost_before)
-            if not held.segment.closed:
+            if held.is_open:
                 total.update(held.losses.totals())
         return dict(total)
 
     def close(self) -> None:
         """Let all segments go; the processes go on."""
         for held in self._held.values():
-            held.segment.close()
+            held.close()
         self._held.clear()
 
 
@@ -335,8 +382,14 @@ def _is_of(segment: Segment, target: Target) -> bool:
     return header.pid == own and now in (None, header.start_ticks)
 
 
-def _named(losses: dict[str, int]) -> dict[str, int]:
-    return {PLACES[name]: count for name, count in losses.items() if name in PLACES}
+def _losses_of(segment: Segment) -> dict[str, int]:
+    return {PLACES[name]: count for name, count in segment.losses().items() if name in PLACES}
+
+
+def _table_row(comm: Comm) -> list[Any]:
+    """As COMMS frames have it."""
+    newest = comm.last or (0, 0, 0, 0)
+    return [comm.pointer, comm.next if comm.last else 0, *newest, comm.rank, comm.nranks, comm.uid or b""]
 
 
 def _added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -35,9 +35,8 @@ class Sums:
         times = [_times(self._before_timed.get(number), self._now_timed[number]) for number in changed.time_ids]
         return SlotChanges(changed.hooks, b"".join(counts), changed.time_ids, b"".join(times))
 
-    def close(self, changed: SlotChanges) -> None:
-        """These are a program's last counters, which the next one's come on top of."""
-        self.add(changed)
+    def close(self) -> None:
+        """A program is over; the next one's counters come on top of what it counted."""
         self._before.update({hook: _counts(self._before.get(hook), row) for hook, row in self._now.items()})
         timed = {number: _times(self._before_timed.get(number), row) for number, row in self._now_timed.items()}
         self._before_timed.update(timed)
