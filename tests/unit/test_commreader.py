@@ -31,13 +31,12 @@ class World:
         self.targets: list[Any] = [
             SimpleNamespace(pid=pid, proc=pid * 10, ended=False, linked={"x": library}) for pid in pids
         ]
-        tables = SimpleNamespace(
-            ctl=SimpleNamespace(get=self.ctl.__getitem__),
-            comms=SimpleNamespace(keys=lambda: [row[0] for row in self.rows], next=lambda i: self.rows[i][1]),
-            rows=SimpleNamespace(inflight=lambda: self.flying),
-        )
+        table = SimpleNamespace(
+            ctl=self.ctl.__getitem__, keys=lambda: [row[0] for row in self.rows], next=lambda i: self.rows[i][1],
+            inflight=lambda: self.flying,
+        )  # fmt: skip
         parser = SimpleNamespace(nccl_comm=self.ask)
-        self.reader = CommReader(tables, parser, lambda kind, body: self.sent.append(body), self.read)  # type: ignore[arg-type]
+        self.reader = CommReader(table, parser, lambda kind, body: self.sent.append(body), self.read)  # type: ignore[arg-type]
 
     def ask(self, fd: int) -> CommPlace:
         self.asked += 1

@@ -12,9 +12,10 @@ import pytest
 from shim_kit import LAUNCH, REDUCE, FakeSegment, Sent, count_row, memfd, row, target, time_row
 
 from stallscope.capture import shims as module
+from stallscope.capture.held import PLACES
 from stallscope.capture.rings import SlotChanges, Thread
 from stallscope.capture.segment import Mode
-from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, PLACES, TRIES, Shims, ShimSettings
+from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, TRIES, Shims, ShimSettings
 from stallscope.capture.sums import Sums
 from stallscope.wire.frames import Kind
 

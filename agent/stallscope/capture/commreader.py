@@ -12,23 +12,22 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from stallscope.capture.blocked import read_memory
 from stallscope.capture.parser_client import CommPlace, ParserClient, ParserFailed
 from stallscope.capture.rings import InflightRow
-from stallscope.capture.tables import Tables
 from stallscope.capture.target import LinkedLibrary, Target
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import BY_ID
 
-__all__ = ["CommReader"]
+__all__ = ["MADE", "SPREAD", "TAKEN", "CommReader", "CommTable"]
 
 Send = Callable[[Kind, dict[str, Any]], None]
 
 # native/wire.h: enum wire_ctl, struct wire_comm.
-_TAKEN, _MADE = 11, 12
-_SPREAD = 0x9E3779B97F4A7C15
+TAKEN, MADE = 11, 12
+SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 ADDRESS_LIMIT = 1 << 57
 MAX_RANKS = 1 << 16
@@ -43,6 +42,22 @@ TOLD_AT = (1, ENOUGH, SAMPLES)
 MAX_UNREAD = 3
 MAX_FILES = 256
 UNKNOWN = CommPlace(None, 0, None, 0, None)
+
+
+class CommTable(Protocol):
+    """The communicators that calls were made on, as native/wire.h has them."""
+
+    def ctl(self, index: int) -> int:
+        """How many rows are TAKEN, how many communicators were MADE."""
+
+    def keys(self) -> list[int]:
+        """The key of every row, 0 where it is free."""
+
+    def next(self, row: int) -> int:
+        """How many operations were numbered there."""
+
+    def inflight(self) -> list[InflightRow]:
+        """Threads that are inside a call now."""
 
 
 @dataclass
@@ -74,17 +89,19 @@ class CommReader:
     """Sends COMM frames; `look` costs two loads when nothing is new.
 
     Args:
-        tables: the communicator table, its counters, the threads' calls in flight.
+        table: asked for new communicators.
         parser: asked once for each file that has an NCCL.
         send: takes frames.
         read: copies target memory; tests give their own.
+        samples: whether NCCL's counters are wanted: not where every operation since the creation was numbered.
     """
 
     def __init__(
-        self, tables: Tables, parser: ParserClient, send: Send,
-        read: Callable[[int, list[tuple[int, int]]], list[bytes]] = read_memory,
+        self, table: CommTable, parser: ParserClient, send: Send,
+        read: Callable[[int, list[tuple[int, int]]], list[bytes]] = read_memory, *, samples: bool = True,
     ) -> None:  # fmt: skip
-        self._tables, self._parser, self._send, self._read = tables, parser, send, read
+        self._table, self._parser, self._send, self._read = table, parser, send, read
+        self._wants_samples = samples
         self._entries: dict[int, _Entry] = {}
         self._due: dict[int, _Entry] = {}
         self._unsampled: dict[int, _Entry] = {}
@@ -99,7 +116,7 @@ class CommReader:
         if now < self._next_ns:
             return
         self._next_ns = now + PERIOD_NS
-        taken, made = self._tables.ctl.get(_TAKEN), self._tables.ctl.get(_MADE)
+        taken, made = self._table.ctl(TAKEN), self._table.ctl(MADE)
         if made != self._made:
             self._made = made
             for entry in self._entries.values():
@@ -117,7 +134,7 @@ class CommReader:
         self._due[entry.row] = entry
 
     def _find(self, targets: Sequence[Target], now: int) -> None:
-        keys = self._tables.comms.keys()
+        keys = self._table.keys()
         fresh = [(row, key) for row, key in enumerate(keys) if key and row not in self._entries]
         fresh = [(row, key) for row, key in fresh if row not in self._passed]
         for row, key in fresh[:NEW_A_LOOK]:
@@ -132,7 +149,7 @@ class CommReader:
         """Whose key that is: addresses are below 2^57, other processes' keys rarely look like one."""
         found: tuple[Target, int] | None = None
         for target in targets:
-            pointer = (key - target.pid * _SPREAD) & _MASK
+            pointer = (key - target.pid * SPREAD) & _MASK
             if not 0 < pointer < ADDRESS_LIMIT:
                 continue
             if found is None or (found[1] % 8, found[1]) > (pointer % 8, pointer):
@@ -148,7 +165,7 @@ class CommReader:
         if entry.target.ended:
             self._forget(entry)
             return
-        counted = self._tables.comms.next(entry.row)
+        counted = self._table.next(entry.row)
         place, start, data = self._fitting(entry)
         is_other = entry.told is not None and ((start, data) != entry.told or counted < entry.counted)
         entry.counted = counted
@@ -162,7 +179,8 @@ class CommReader:
             entry.place, entry.told = place, (start, data)
             entry.samples, entry.sampled_ns, entry.unread = [], None, 0
             self._tell(entry, now)
-        if _is_finished(data) and place.seq_at is not None and len(entry.samples) < SAMPLES:
+        is_countable = self._wants_samples and _is_finished(data) and place.seq_at is not None
+        if is_countable and len(entry.samples) < SAMPLES:
             self._unsampled[entry.row] = entry
 
     def _forget(self, entry: _Entry) -> None:
@@ -219,7 +237,7 @@ class CommReader:
     def _sample_some(self, now: int) -> None:
         wanted = list(self._unsampled.values())
         self._turn = (self._turn + READ_A_LOOK) % len(wanted) if len(wanted) > READ_A_LOOK else 0
-        busy = _Busy(self._tables.rows.inflight())
+        busy = _Busy(self._table.inflight())
         for entry in (wanted[self._turn :] + wanted)[: min(READ_A_LOOK, len(wanted))]:
             self._sample(entry, now, busy)
             if _has_enough(entry, now):
@@ -227,7 +245,7 @@ class CommReader:
 
     def _sample(self, entry: _Entry, now: int, busy: _Busy) -> None:
         """NCCL counts at the launch, we at the entry: only where no call is under way are the two comparable."""
-        before = self._tables.comms.next(entry.row)
+        before = self._table.next(entry.row)
         place = entry.place
         if entry.target.ended:
             self._forget(entry)
@@ -236,7 +254,7 @@ class CommReader:
             return
         (words,) = self._read(entry.target.pid, [(entry.pointer + place.seq_at, 8 * place.functions)])
         entry.unread += not words
-        if not words or self._tables.comms.next(entry.row) != before:
+        if not words or self._table.next(entry.row) != before:
             return
         entry.samples.append([before, *struct.unpack(f"<{place.functions}Q", words)])
         entry.sampled_ns = entry.sampled_ns or now

@@ -11,11 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from stallscope.capture.commreader import CommReader
 from stallscope.capture.costs import Costs
 from stallscope.capture.forward import Poller
 from stallscope.capture.gaps import Totals
 from stallscope.capture.outbox import Outbox
+from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.rings import Thread
+from stallscope.capture.shimcomms import ShimComms
 from stallscope.capture.shims import Shims
 from stallscope.capture.stacks import Stacks
 from stallscope.capture.suspicion import EARLY_NS, Suspicion
@@ -65,12 +68,15 @@ class Loop(ABC):
     poller: Poller | None = None
     population: Crowd
 
-    def __init__(self, outbox: Outbox, shims: Shims, costs: Costs, duration_s: float | None) -> None:
+    def __init__(
+        self, outbox: Outbox, shims: Shims, parser: ParserClient, costs: Costs, duration_s: float | None
+    ) -> None:
         self.outbox, self.shims = outbox, shims
         self.stop_reason: str | None = None
         self._clock = time.monotonic_ns
         self._costs, self._duration_s = costs, duration_s
         self._totals = Totals(outbox.send)
+        self._shim_comms = CommReader(ShimComms(shims.comms_made, shims.comms), parser, outbox.send, samples=False)
         self._stacks = Stacks(outbox.send, self._clock)
         self._suspicion = Suspicion(self._open_tap, self._callers, outbox.send, self._clock, self._stacks)
         self._next_tick_ns = self._next_slow_ns = 0
@@ -146,6 +152,7 @@ class Loop(ABC):
         self._look_closer(now, slow=is_slow)
         if is_slow:
             self._slow(now)
+        self._shim_comms.look(self.population.live(), now)
         flying = self._send_inflight(now, final=False)
         suspected = self._suspicion.on
         self._suspicion.judge(now, flying, self.population.live())

@@ -28,7 +28,7 @@ from stallscope.capture.rings import Thread
 from stallscope.capture.sharing import LINKS_PER_FILE, Sharing
 from stallscope.capture.shims import Shims
 from stallscope.capture.suspicion import EARLY_NS
-from stallscope.capture.tables import Tables
+from stallscope.capture.tables import CommRows, Tables
 from stallscope.capture.target import Target
 from stallscope.capture.ways import NO_LIMIT, way_of
 from stallscope.wire.frames import Kind
@@ -74,7 +74,7 @@ class Session(Loop):
     def __init__(
         self, settings: Settings, loaded: Loaded, outbox: Outbox, parser: ParserClient, costs: Costs, shims: Shims
     ) -> None:
-        super().__init__(outbox, shims, costs, settings.duration_s)
+        super().__init__(outbox, shims, parser, costs, settings.duration_s)
         self.settings = settings
         self._loaded = loaded
         self.tables = Tables(loaded.maps, settings)
@@ -97,7 +97,7 @@ class Session(Loop):
         self._carriers = Carriers(self._linker, self._clock)
         self._inference = Inference(parser, self.tables.rows, outbox.send, self._clock)
         self._losses = Losses(self._read_losses, outbox.send)
-        self._comms = CommReader(self.tables, parser, outbox.send)
+        self._comms = CommReader(CommRows(self.tables), parser, outbox.send)
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None
         self._next_early_ns = 0

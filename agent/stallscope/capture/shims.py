@@ -9,23 +9,23 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
+from stallscope.capture.held import ODD, Held, added, is_of, losses_of, table_row
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
-from stallscope.capture.segments import candidates, lock, start_ticks_of
+from stallscope.capture.segments import candidates, lock
 from stallscope.capture.shimlinks import ShimLinks
-from stallscope.capture.sums import Sums, abandoned
+from stallscope.capture.sums import abandoned
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import BY_NAME
 
-__all__ = ["PLACES", "ShimSettings", "Shims"]
+__all__ = ["ShimSettings", "Shims"]
 
 BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
@@ -34,19 +34,6 @@ TRIES, MAX_TRIED = 4, 1024
 LATE_NS = 1_000_000_000
 NCCL_HOOK = BY_NAME["ncclCommInitRank"].id
 NOTHING = SlotChanges([], b"", [], b"")
-# What `Segment.losses` calls them -> what a report says.
-PLACES = {
-    "overwritten": "the shim's ring was overwritten before it was read",
-    "vital_full": "the shim's vital ring was full",
-    "no_ring": "the shim had no ring for the thread",
-    "busy": "called by a signal handler while the shim wrote a record",
-    "stale": "never returned in sight of the shim (longjmp, exception, too deep)",
-}
-ODD = {
-    "no_comm": "operations have no sequence number because its table of communicators was full",
-    "unwrapped": "functions were handed out without the shim, which had no wrapper left for them",
-    "corrupt": "times something in its segment made no sense",
-}
 
 
 class ShimSettings(NamedTuple):
@@ -54,35 +41,6 @@ class ShimSettings(NamedTuple):
 
     mode: Mode | None = None
     one_in: float = 100.0
-
-
-@dataclass
-class _Held:
-    """One process with a segment.
-
-    Attributes:
-        fd: the segment, locked unless another capture reads it (`is_passive`).
-        unread: whether records older than the mark may wait in it.
-        is_open: False once it was read to its end, or made no sense.
-    """
-
-    target: Target
-    segment: Segment
-    fd: int
-    file: tuple[int, int]
-    is_passive: bool
-    losses: Losses
-    sums: Sums = field(default_factory=Sums)
-    lost_before: dict[str, int] = field(default_factory=dict)
-    unread: bool = True
-    is_open: bool = True
-
-    def close(self) -> None:
-        """Let the segment go; the process keeps it."""
-        if self.is_open:
-            self.is_open = False
-            self.segment.close()
-            os.close(self.fd)
 
 
 class Shims:
@@ -101,7 +59,7 @@ class Shims:
     def __init__(self, outbox: Outbox, clock: Callable[[], int], links: ShimLinks, settings: ShimSettings) -> None:
         self._outbox, self._now, self._links, self._settings = outbox, clock, links, settings
         self._counter: Clock | None = None
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._lost: Counter[str] = Counter()
         self._begun_ns = clock()
         self._tap = False
@@ -143,7 +101,7 @@ class Shims:
             os.close(fd)
             self._unreadable(target, file, str(error), is_own=is_own)
             return False
-        if (is_mine := _is_of(segment, target)) and self.prepare(target):
+        if (is_mine := is_of(segment, target)) and self.prepare(target):
             self._take(target, segment, fd, file)
             return True
         segment.close()
@@ -157,8 +115,8 @@ class Shims:
         if self._counter is None:
             self._counter = Clock()
         begun_ns = segment.header.mono_ns
-        losses = Losses(partial(_losses_of, segment), self._outbox.send, "shim", target.proc, since_ns=begun_ns)
-        held = _Held(target, segment, fd, file, not lock(fd), losses)
+        losses = Losses(partial(losses_of, segment), self._outbox.send, "shim", target.proc, since_ns=begun_ns)
+        held = Held(target, segment, fd, file, not lock(fd), losses)
         if before := self._held.get(target.proc):
             held.sums, held.lost_before = before.sums, before.lost_before
         self._held[target.proc] = held
@@ -169,7 +127,7 @@ class Shims:
             age_s = (self._now() - begun_ns) / 1e9
             self._note(target, f"its shim counts since its first call, which was {age_s:.0f} s before it was looked at")
 
-    def _begin(self, held: _Held, *, is_late: bool) -> None:
+    def _begin(self, held: Held, *, is_late: bool) -> None:
         """Tell the libraries while they can be looked up. Of what was there before anybody looked, rings keep a part
         and the table the outcome.
 
@@ -181,7 +139,7 @@ class Shims:
             rounds -= 1
         now, target = self._now(), held.target
         send_changes(self._outbox.send, target, self.changed(target), now)
-        rows = [_table_row(comm) for comm in self._guarded(held, held.segment.comms, [])] if is_late else []
+        rows = [table_row(comm) for comm in self._guarded(held, held.segment.comms, [])] if is_late else []
         if rows:
             self._outbox.send(Kind.COMMS, {"at_ns": now, "proc": target.proc, "comms": rows})
 
@@ -226,7 +184,7 @@ class Shims:
         for held in self._held.values():
             self._set_mode(held)
 
-    def _set_mode(self, held: _Held) -> None:
+    def _set_mode(self, held: Held) -> None:
         """Unless another capture has the say."""
         if held.is_open and not held.is_passive:
             mode = held.segment.header.mode if self._settings.mode is None else self._settings.mode
@@ -246,7 +204,7 @@ class Shims:
         more = [self._drain(held) for held in list(self._held.values())]
         return any(more)
 
-    def _drain(self, held: _Held) -> bool:
+    def _drain(self, held: Held) -> bool:
         """Whether there is more: a batch that is not full holds all that was there when it was asked for."""
         batch = self._guarded(held, lambda: self._one_batch(held), None)
         held.unread = batch is not None and (batch.n_recs >= BATCH_RECORDS or batch.n_uids >= MAX_UIDS)
@@ -256,11 +214,11 @@ class Shims:
             self._outbox.send_records(batch)
         return held.unread
 
-    def _one_batch(self, held: _Held) -> Drained:
+    def _one_batch(self, held: Held) -> Drained:
         assert self._counter is not None
         return held.segment.drain(held.target.slot, held.target.pid, self._counter, BATCH_RECORDS)
 
-    def _guarded(self, held: _Held, read: Callable[[], Any], otherwise: Any) -> Any:
+    def _guarded(self, held: Held, read: Callable[[], Any], otherwise: Any) -> Any:
         """What `read` finds; a segment that makes no sense any more is given up."""
         if not held.is_open:
             return otherwise
@@ -280,7 +238,7 @@ class Shims:
         held = self._held[target.proc]
         return held.sums.add(self._guarded(held, partial(self._counts, held), otherwise))
 
-    def _counts(self, held: _Held) -> SlotChanges:
+    def _counts(self, held: Held) -> SlotChanges:
         """With the libraries told first that are new in them."""
         found = held.segment.counts()
         self._links.tell(held.target, found.hooks, held.segment.header.mono_ns)
@@ -296,7 +254,7 @@ class Shims:
                     rows.append([held.target.proc, row.tid, frames])
         return rows
 
-    def _rows(self, held: _Held) -> list[InflightRow]:
+    def _rows(self, held: Held) -> list[InflightRow]:
         target, counter = held.target, self._counter
         assert counter is not None
         read = partial(held.segment.inflight, counter, target.slot, target.pid)
@@ -326,14 +284,14 @@ class Shims:
         held.close()
         self._links.forget(target)
 
-    def _read_last(self, held: _Held) -> None:
+    def _read_last(self, held: Held) -> None:
         send_changes(self._outbox.send, held.target, held.sums.add(self._counts(held)), self._now())
         held.sums.close()
         held.losses.finish(self._now())
-        held.lost_before = _added(held.lost_before, held.losses.totals())
+        held.lost_before = added(held.lost_before, held.losses.totals())
         self._tell_odd(held)
 
-    def _tell_odd(self, held: _Held) -> None:
+    def _tell_odd(self, held: Held) -> None:
         """What should not happen."""
         losses = held.segment.losses()
         for name, what in ODD.items():
@@ -346,6 +304,15 @@ class Shims:
         if held is not None:
             held.close()
             self._lost.update(held.lost_before)
+
+    def comms_made(self) -> int:
+        """Communicators whose creation has returned, in all processes that are there now."""
+        return sum(self._guarded(held, held.segment.losses, {}).get("comms_made", 0) for held in self._held.values())
+
+    def comms(self) -> list[tuple[int, list[Comm]]]:
+        """(pid, its communicators) of each process."""
+        held = self._held.values()
+        return [(one.target.pid, self._guarded(one, one.segment.comms, [])) for one in held]
 
     def poll_losses(self, now: int) -> None:
         """Place losses in time."""
@@ -372,25 +339,3 @@ class Shims:
         for held in self._held.values():
             held.close()
         self._held.clear()
-
-
-def _is_of(segment: Segment, target: Target) -> bool:
-    """Whether the target made it: a forked child holds its parent's, too, and descriptors can be passed on."""
-    header = segment.header
-    own = target.facts.ns_pid or target.pid
-    now = start_ticks_of(target.pid)
-    return header.pid == own and now in (None, header.start_ticks)
-
-
-def _losses_of(segment: Segment) -> dict[str, int]:
-    return {PLACES[name]: count for name, count in segment.losses().items() if name in PLACES}
-
-
-def _table_row(comm: Comm) -> list[Any]:
-    """As COMMS frames have it."""
-    newest = comm.last or (0, 0, 0, 0)
-    return [comm.pointer, comm.next if comm.last else 0, *newest, comm.rank, comm.nranks, comm.uid or b""]
-
-
-def _added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return dict(Counter(one) + Counter(other))

@@ -11,6 +11,7 @@ from stallscope.capture.handover import HandOver
 from stallscope.capture.kin import Kin
 from stallscope.capture.loop import POLL_MS, Loop
 from stallscope.capture.outbox import Outbox
+from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.shims import Shims
 
 __all__ = ["ShimSession"]
@@ -28,10 +29,10 @@ class ShimSession(Loop):
     """
 
     def __init__(
-        self, outbox: Outbox, shims: Shims, costs: Costs, helpers: Callable[[], set[int]],
+        self, outbox: Outbox, shims: Shims, parser: ParserClient, costs: Costs, helpers: Callable[[], set[int]],
         handover: HandOver | None = None, *, duration_s: float | None = None, follow: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(outbox, shims, costs, duration_s)
+        super().__init__(outbox, shims, parser, costs, duration_s)
         own = lambda: helpers() | self._stacks.pids()  # noqa: E731
         self.population: Kin = Kin(shims, outbox.send, self._clock, own, follow=follow)
         self._handover = handover

@@ -19,7 +19,7 @@ from stallscope.wire.hook_table import BY_NAME, HOOKS
 if TYPE_CHECKING:
     from stallscope.capture.session import Settings
 
-__all__ = ["BULK_BYTES", "LEFT", "VITAL_BYTES", "Tables"]
+__all__ = ["BULK_BYTES", "LEFT", "VITAL_BYTES", "CommRows", "Tables"]
 
 LIFE_BYTES = 1 << 18
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
@@ -41,6 +41,16 @@ _ALL = 0xFFFFFFFF
 def threshold(one_in: float) -> int:
     """The largest mixed value that is recorded (native/wire.h, wire_conf). 1 in 1 = all."""
     return _ALL if one_in <= 1 else max(1, round((1 << 32) / one_in) - 1)
+
+
+class CommRows:
+    """The table of communicators and what belongs to it, as CommReader wants them."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.ctl: Callable[[int], int] = tables.ctl.get
+        self.keys: Callable[[], list[int]] = tables.comms.keys
+        self.next: Callable[[int], int] = tables.comms.next
+        self.inflight: Callable[[], list[InflightRow]] = tables.rows.inflight
 
 
 class Tables:

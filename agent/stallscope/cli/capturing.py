@@ -102,7 +102,9 @@ class Parts(NamedTuple):
 
         helpers = lambda: {self.aggregate, self.parser.pid or 0, self.poller.pid or 0}  # noqa: E731
         shims = self.shims(mode, one_in=one_in)
-        session = ShimSession(self.outbox, shims, self.costs, helpers, handover, duration_s=duration_s, follow=follow)
+        session = ShimSession(
+            self.outbox, shims, self.parser, self.costs, helpers, handover, duration_s=duration_s, follow=follow
+        )
         session.poller = self.poller
         return session
 

@@ -1,0 +1,81 @@
+"""One process that is read through its shim's segment, and what is said of the segment."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from stallscope.capture.gaps import Losses
+from stallscope.capture.segment import Comm, Segment
+from stallscope.capture.segments import start_ticks_of
+from stallscope.capture.sums import Sums
+from stallscope.capture.target import Target
+
+__all__ = ["ODD", "PLACES", "Held", "added", "is_of", "losses_of", "table_row"]
+
+# What `Segment.losses` calls them -> what a report says.
+PLACES = {
+    "overwritten": "the shim's ring was overwritten before it was read",
+    "vital_full": "the shim's vital ring was full",
+    "no_ring": "the shim had no ring for the thread",
+    "busy": "called by a signal handler while the shim wrote a record",
+    "stale": "never returned in sight of the shim (longjmp, exception, too deep)",
+}
+ODD = {
+    "no_comm": "operations have no sequence number because its table of communicators was full",
+    "unwrapped": "functions were handed out without the shim, which had no wrapper left for them",
+    "corrupt": "times something in its segment made no sense",
+}
+
+
+@dataclass
+class Held:
+    """One process with a segment.
+
+    Attributes:
+        fd: the segment, locked unless another capture reads it (`is_passive`).
+        unread: whether records older than the mark may wait in it.
+        is_open: False once it was read to its end, or made no sense.
+    """
+
+    target: Target
+    segment: Segment
+    fd: int
+    file: tuple[int, int]
+    is_passive: bool
+    losses: Losses
+    sums: Sums = field(default_factory=Sums)
+    lost_before: dict[str, int] = field(default_factory=dict)
+    unread: bool = True
+    is_open: bool = True
+
+    def close(self) -> None:
+        """Let the segment go; the process keeps it."""
+        if self.is_open:
+            self.is_open = False
+            self.segment.close()
+            os.close(self.fd)
+
+
+def is_of(segment: Segment, target: Target) -> bool:
+    """Whether the target made it: a forked child holds its parent's, too, and descriptors can be passed on."""
+    header = segment.header
+    own = target.facts.ns_pid or target.pid
+    now = start_ticks_of(target.pid)
+    return header.pid == own and now in (None, header.start_ticks)
+
+
+def losses_of(segment: Segment) -> dict[str, int]:
+    return {PLACES[name]: count for name, count in segment.losses().items() if name in PLACES}
+
+
+def table_row(comm: Comm) -> list[Any]:
+    """As COMMS frames have it."""
+    newest = comm.last or (0, 0, 0, 0)
+    return [comm.pointer, comm.next if comm.last else 0, *newest, comm.rank, comm.nranks, comm.uid or b""]
+
+
+def added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return dict(Counter(one) + Counter(other))

@@ -1,0 +1,55 @@
+"""The communicators of processes with a shim, as CommReader wants them: only NCCL's memory tells which rank a split
+made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from stallscope.capture.commreader import MADE, SPREAD, TAKEN
+from stallscope.capture.rings import InflightRow
+from stallscope.capture.segment import Comm
+
+__all__ = ["ShimComms"]
+
+MAX_ROWS = 1 << 14
+_MASK = (1 << 64) - 1
+
+
+class ShimComms:
+    """Rows are taken once and never freed, as in the table that BPF has.
+
+    Args:
+        made: how many communicators the shims have seen made.
+        comms: (pid, its communicators) of each process.
+    """
+
+    def __init__(self, made: Callable[[], int], comms: Callable[[], Iterable[tuple[int, list[Comm]]]]) -> None:
+        self._made, self._comms = made, comms
+        self._rows: dict[int, None] = {}
+        self._seen = 0
+
+    def ctl(self, index: int) -> int:
+        """How many rows are TAKEN, how many communicators were MADE."""
+        made = self._made()
+        if made != self._seen:
+            self._seen = made
+            self._look()
+        return {TAKEN: len(self._rows), MADE: made}[index]
+
+    def _look(self) -> None:
+        for pid, comms in self._comms():
+            for comm in comms:
+                if len(self._rows) < MAX_ROWS:
+                    self._rows[(comm.pointer + pid * SPREAD) & _MASK] = None
+
+    def keys(self) -> list[int]:
+        """The key of every row."""
+        return list(self._rows)
+
+    def next(self, row: int) -> int:
+        """Not told: every operation since the creation was numbered, so nobody compares."""
+        return 0
+
+    def inflight(self) -> list[InflightRow]:
+        """Not told either."""
+        return []
