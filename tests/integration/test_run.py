@@ -1,0 +1,288 @@
+"""`stallscope run`: equal numbers without privileges; streams, exit codes and signals as if it were not there."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, SIM_LIB, STALLSCOPE, TARGETS, balance
+from run_kit import SHIM, Preloaded, Ran, Running, environment, everything, run
+from test_attach_counts import WAYS, check_long_waits, hooked, own
+
+PYTHON = sys.executable
+
+
+def closes(report: dict[str, Any]) -> bool:
+    left, made = balance(report)
+    return left == made
+
+
+@pytest.mark.parametrize("mode", ["full", "lite", "min"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_count_is_exact(way: str, mode: str) -> None:
+    """In each mode and each way the runtime may reach the driver."""
+    done = run([TARGETS / "million", 5000, 100, 300], "--mode", mode, env=environment(STALLSCOPE_SIM_DRIVER=way))
+    assert done.code == 0
+    assert own(done.report) == everything(done.truth())
+    assert closes(done.report) and done.report["capture"]["lost"] == 0
+    assert {call["source"] for call in done.report["calls"]} == {"shim"}
+    assert done.report["capture"]["sources"] == ["shim"]
+
+
+def test_a_million_calls(tmp_path: Path) -> None:
+    """Counts exact, long waits within 5 % of the program's own clock."""
+    recording = tmp_path / "million.stall"
+    env = environment(STALLSCOPE_SIM_DRIVER="private")
+    done = run([TARGETS / "million", 250_000, 1000, 300], "-o", recording, env=env)
+    assert own(done.report) == everything(done.truth())
+    assert closes(done.report) and sum(call["count"] for call in done.report["calls"]) >= 1_000_000
+    check_long_waits(done.truth(), recording)
+
+
+def test_the_recording_gives_the_report_to_the_byte(tmp_path: Path) -> None:
+    recording = tmp_path / "live.stall"
+    command = [*STALLSCOPE, "run", "-o", str(recording), "--json", "--", str(TARGETS / "million"), "5000", "100", "300"]
+    live = subprocess.run(command, input="go\n", capture_output=True, text=True, env=environment(), check=True)
+    replay = subprocess.run([*STALLSCOPE, "report", recording, "--json"], capture_output=True, text=True, check=True)
+    assert live.stdout.endswith("}\n" + replay.stdout)
+
+
+def test_the_commands_output_is_its_own() -> None:
+    """The report for a person goes to stderr, as perf stat's does."""
+    text = "import sys; sys.stdout.write(sys.stdin.read()); sys.stderr.write('bad ')"
+    done = run([PYTHON, "-c", text], said="a\n\0b", as_json=False)
+    assert (done.code, done.out, done.report) == (0, "a\n\0b", None)
+    assert done.err.startswith("bad ") and "nothing captured" in done.err
+    loud = run([TARGETS / "million", 500, 10, 300], as_json=False)
+    assert "cudaStreamSynchronize" in loud.err and loud.out.startswith("ready\n{") and loud.out.count("\n") == 2
+
+
+@pytest.mark.parametrize(("words", "code"), [
+    (["true"], 0), (["sh", "-c", "exit 3"], 3), (["sh", "-c", "kill -9 $$"], 137), (["sh", "-c", "kill -SEGV $$"], 139),
+    (["sh", "-c", "exit 125"], 125),
+    (["nonexistent-command"], 127), (["./nonexistent"], 127), (["/etc/passwd"], 126), (["/"], 126),
+])  # fmt: skip
+def test_exit_codes(words: list[str], code: int) -> None:
+    assert run(words, as_json=False).code == code
+
+
+def test_own_failures(tmp_path: Path) -> None:
+    """125 to 127 with a message in four parts, and the command has not run."""
+    there = tmp_path / "there"
+    there.touch()
+    done = run(["touch", tmp_path / "ran"], "-o", there)
+    assert done.code == 125 and "it exists and would be overwritten" in done.err and "\n  next: " in done.err
+    assert not (tmp_path / "ran").exists()
+    done = run(["nonexistent-command"])
+    assert "cannot run nonexistent-command: No such file or directory\n  next: " in done.err
+
+
+def test_the_library_is_not_built(tmp_path: Path) -> None:
+    tree = tmp_path / "agent"
+    shutil.copytree(ROOT / "agent" / "stallscope", tree / "stallscope", ignore=shutil.ignore_patterns("__pycache__"))
+    done = run(["true"], env=environment(PYTHONPATH=str(tree)))
+    assert done.code == 125
+    assert "the shim is not built" in done.err and "make build" in done.err
+
+
+def test_bad_arguments() -> None:
+    for words in ([], ["--force", "--", "true"], ["--mode", "fast", "--", "true"], ["--sample", "2", "--", "true"]):
+        done = subprocess.run([*STALLSCOPE, "run", *words], capture_output=True, text=True)
+        assert done.returncode == 2 and "\n  next: " in done.stderr, words
+
+
+def test_a_full_disk_costs_the_recording_only() -> None:
+    """The command ends well, and somebody notices all the same."""
+    done = run([TARGETS / "million", 500, 10, 300], "-o", "/dev/full", "--force")
+    assert done.code == 125 and "no regular file" in done.err
+
+
+def test_a_path_with_spaces_and_a_preload_of_the_users(tmp_path: Path) -> None:
+    """Our library may lie anywhere; what the user preloads stays."""
+    tree = tmp_path / "a b: c"
+    (tree / "build" / "shim").mkdir(parents=True)
+    shutil.copy(SHIM, tree / "build" / "shim")
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "agent" / "stallscope", tree / "agent" / "stallscope", ignore=skipped)
+    (tmp_path / "mine.c").write_text('#include <stdlib.h>\n__attribute__((constructor)) static void f(void) {'
+                                     ' setenv("MINE", "loaded", 1); }\n')  # fmt: skip
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "mine.so", tmp_path / "mine.c"], check=True)
+    # PYTHONPATH can't name a folder with a colon.
+    inner = f"import sys; sys.path.insert(0, {str(tree / 'agent')!r}); from stallscope.cli.main import entry; entry()"
+    words = ["run", "--json", "--", "sh", "-c", f"echo $MINE; exec {TARGETS}/million 500 10 300"]
+    done = subprocess.run(
+        [PYTHON, "-c", inner, *words], input="go\n", capture_output=True, text=True,
+        env=environment(LD_PRELOAD=str(tmp_path / "mine.so")), timeout=60,
+    )  # fmt: skip
+    found = Ran(done.returncode, done.stdout, done.stderr)
+    assert found.code == 0, found.err
+    assert found.out.startswith("loaded\n")
+    assert own(found.report) == everything(found.truth())
+
+
+def test_any_user(tmp_path: Path, needs_root: None) -> None:
+    """No capability at all, a home that can't be written to."""
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    command = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
+    words = [*STALLSCOPE, "run", "--json", "--", str(TARGETS / "million"), "2000", "50", "300"]
+    done = subprocess.run(
+        [*command, *words], input="go\n", capture_output=True, text=True, env=environment(HOME="/nonexistent"),
+        timeout=60, cwd="/",
+    )  # fmt: skip
+    found = Ran(done.returncode, done.stdout, done.stderr)
+    if found.code == 126 or "Permission denied" in found.err:
+        pytest.skip(f"another user can't read this tree: {found.err[-200:]}")
+    assert found.code == 0, found.err
+    assert own(found.report) == everything(found.truth())
+
+
+def test_forks_and_execs() -> None:
+    """Children that live for a moment, one that runs itself anew: each call once, each process by its name."""
+    done = run([TARGETS / "forker", 8, 500, 100])
+    truth = done.truth()
+    assert own(done.report, truth["pid"]) == hooked(truth["calls"])
+    for child in truth["children"]:
+        assert own(done.report, child["pid"]) == hooked(child["calls"])
+    assert closes(done.report)
+    exits = {p["pid"]: p["exit"] for p in done.report["processes"]}
+    assert exits[truth["pid"]]["code"] == 0
+
+
+def test_counters_go_on_over_an_exec() -> None:
+    done = run(["sh", "-c", f"exec {TARGETS}/execer main 50"])
+    assert own(done.report)["cudaMalloc"] == done.truth()["calls"]["cudaMalloc"]
+    assert closes(done.report)
+
+
+def test_processes_without_cuda_are_inert() -> None:
+    """A shell and a compiler make no segment."""
+    done = run(["sh", "-c", "echo 'int x;' | gcc -c -x c - -o /dev/null && ls / | sort | head -1"])
+    assert done.code == 0 and done.report["calls"] == [] and done.report["capture"]["gaps"] == []
+
+
+def test_killed_inside_a_wait() -> None:
+    """Its records and the call it was in are there; the signal is the exit code."""
+    text = f"""
+import ctypes, os, signal, threading
+cudart = ctypes.CDLL({str(SIM_LIB / "libcudart.so.12")!r})
+cudart.cudaFree(None)
+cudart.cudaDeviceSynchronize()
+cudart.stallscope_sim_set_next_kernel_ns.argtypes = [ctypes.c_uint64]
+cudart.stallscope_sim_set_next_kernel_ns(60_000_000_000)
+import sys; sys.path.insert(0, {str(ROOT / "tests" / "targets")!r})
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+class dim3(ctypes.Structure): _fields_ = [(n, ctypes.c_uint) for n in 'xyz']
+cudart.cudaLaunchKernel(ctypes.c_void_p(1), dim3(1, 1, 1), dim3(1, 1, 1), None, ctypes.c_size_t(0), None)
+cudart.cudaDeviceSynchronize()
+"""
+    done = run([PYTHON, "-c", text], "--sample", "1/1")
+    assert done.code == 137, done.err
+    waits = next(call for call in done.report["calls"] if call["api"] == "cudaDeviceSynchronize")
+    assert waits["count"] == 2 and closes(done.report)
+    (process,) = done.report["processes"]
+    assert process["exit"]["signal"] == signal.SIGKILL
+
+
+def test_who_clears_his_environment(tmp_path: Path) -> None:
+    """Is followed, and so are his children."""
+    text = f"""
+import ctypes, os, subprocess, sys
+os.environ.clear()
+ctypes.CDLL({str(SIM_LIB / "libcudart.so.12")!r}).cudaFree(None)
+assert "LD_PRELOAD" not in os.environ
+if len(sys.argv) > 1:
+    subprocess.run([sys.executable, "-c", sys.argv[1]], env={{"STALLSCOPE_SIM_LIB": {str(SIM_LIB)!r}}}, check=True)
+"""
+    done = run([PYTHON, "-c", text, text])
+    assert done.code == 0, done.err
+    assert Counter(c["api"] for c in done.report["calls"] if c["count"] - c["nested"])["cudaFree"] == 2
+    assert len({c["pid"] for c in done.report["calls"]}) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_are_passed_on(number: signal.Signals) -> None:
+    """To the command, which decides."""
+    text = "import signal, sys; signal.signal({0}, lambda *_: sys.exit(42)); print('ready', flush=True); signal.pause()"
+    with Running([PYTHON, "-c", text.format(int(number))]) as running:
+        running.lines.wait_for("ready")
+        running.process.send_signal(number)
+        assert running.process.wait(30) == 42
+    with Running(["sh", "-c", "echo ready; exec sleep 60"]) as running:
+        running.lines.wait_for("ready")
+        time.sleep(0.1)
+        running.process.send_signal(number)
+        assert running.process.wait(30) == 128 + number
+
+
+def test_a_terminals_ctrl_c() -> None:
+    """Twice: the command gets it once each time, and the report comes all the same."""
+    pid, terminal = pty.fork()
+    if not pid:
+        text = (
+            "import signal, sys\ntold = []\n"
+            "signal.signal(2, lambda *_: told.append(1))\nprint('ready', flush=True)\n"
+            "while len(told) < 2:\n    signal.pause()\n    print('got', len(told), flush=True)\nsys.exit(7)"
+        )
+        os.execve(PYTHON, [*STALLSCOPE, "run", "--", PYTHON, "-c", text], environment())
+    said = b""
+
+    def until(word: bytes) -> None:
+        nonlocal said
+        while word not in said:
+            said += os.read(terminal, 4096)
+
+    until(b"ready")
+    os.write(terminal, b"\x03")
+    until(b"got 1")
+    time.sleep(0.3)
+    assert b"got 2" not in said
+    os.write(terminal, b"\x03")
+    until(b"got 2")
+    until(b"nothing captured")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    os.close(terminal)
+
+
+def test_who_outlives_the_command() -> None:
+    """Is told of, and left alone."""
+    done = run(["sh", "-c", "setsid sleep 30 >/dev/null 2>&1 & sleep 1.5; echo $!"])
+    assert done.code == 0
+    assert any("still runs" in note for note in done.report["capture"]["notes"])
+    os.kill(int(done.out), signal.SIGKILL)
+
+
+def test_a_killed_tracer_costs_the_program_nothing() -> None:
+    """It runs on, and another one reads what it has."""
+    with Running([TARGETS / "million", 20_000, 100, 300], env=environment(MILLION_LINGER="1")) as running:
+        running.lines.wait_for("ready")
+        (child,) = [
+            int(pid) for pid in Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+            if "million" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]  # fmt: skip
+        running.process.kill()
+        running.say()
+        running.lines.wait_for("{")
+        running.say()
+        end = time.monotonic() + 30
+        while Path(f"/proc/{child}").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{child}").exists()
+
+
+def test_no_folder_can_be_made(tmp_path: Path) -> None:
+    """A file system that is full or read-only: segments are found all the same."""
+    with Preloaded([TARGETS / "million", "500", "10", "300"]) as program:
+        program.wait_for("ready")
+        assert any("stallscope-segment" in os.readlink(p) for p in Path(f"/proc/{program.pid}/fd").iterdir())
+        program.say()
+        program.truth()
