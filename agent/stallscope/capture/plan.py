@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from stallscope.capture.cancelling import Cancelling
 from stallscope.capture.carriers import BUDGET_NS, DEADLINE_S, LIBRARIES, MAX_FILES, likely_first
-from stallscope.capture.libmatch import match
+from stallscope.capture.libmatch import is_shim, match
 from stallscope.capture.mapped import open_mapping
 from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Mapping, children_of, clean, executable_mappings, live_path
@@ -66,6 +66,8 @@ def plan(pid: int, parser: ParserClient) -> Plan:
         program = os.stat(f"{live_path(pid)}/exe").st_ino
     except OSError as error:
         return Plan(pid, [], [f"everything: the maps of pid {pid} can't be read ({error.strerror})"], [])
+    if any(is_shim(mapping.path) for mapping in mappings):
+        return Plan(pid, [], [], ["its shim is read; no probe is set in a process that has one"])
     return _Planner(pid, parser, mappings, program).plan()
 
 

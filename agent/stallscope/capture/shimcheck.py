@@ -1,0 +1,54 @@
+"""What `doctor PID` says of the shim in a process."""
+
+from __future__ import annotations
+
+import os
+
+from stallscope.capture.libmatch import is_shim
+from stallscope.capture.preflight import Check
+from stallscope.capture.procfs import executable_mappings, facts_of
+from stallscope.capture.segment import BadSegment, Segment
+from stallscope.capture.segments import candidates, start_ticks_of
+
+__all__ = ["shim_check"]
+
+COUNT_BYTES = 64  # native/wire.h, wire_count
+_LOSE, _CURE = "the process is traced by probes, which takes rights and a microsecond a call", "stallscope run -- CMD"
+
+
+def shim_check(pid: int) -> Check:
+    """Whether the library is loaded, and what its segment holds; the segment is left as it is."""
+    try:
+        is_loaded = any(is_shim(mapping.path) for mapping in executable_mappings(pid))
+        own = facts_of(pid).ns_pid or pid
+    except OSError as error:
+        return Check("shim", "unknown", f"its maps can't be read ({error.strerror})", _LOSE, _CURE)
+    found = [words for fd in candidates(pid) if (words := _segment(fd, pid, own)) is not None]
+    if found:
+        return Check("shim", "ok", found[0])
+    if is_loaded:
+        return Check("shim", "ok", "loaded; no CUDA or NCCL function has been called yet")
+    return Check("shim", "not needed", "not loaded")
+
+
+def _segment(fd: int, pid: int, own: int) -> str | None:
+    """A sentence about the process's own segment, None for one of another process. Takes the descriptor over."""
+    try:
+        with Segment(fd) as segment:
+            header = segment.header
+            if (header.pid, header.start_ticks) != (own, start_ticks_of(pid)):
+                return None
+            calls = sum(_calls(row) for row in _rows(segment.counts().counts))
+            return f"loaded; {calls:,} call{'' if calls == 1 else 's'} so far, mode {header.mode.name.lower()}"
+    except (BadSegment, OSError) as error:
+        return f"loaded; its segment can't be read: {error}"
+    finally:
+        os.close(fd)
+
+
+def _rows(counts: bytes) -> list[bytes]:
+    return [counts[at : at + COUNT_BYTES] for at in range(0, len(counts), COUNT_BYTES)]
+
+
+def _calls(row: bytes) -> int:
+    return int.from_bytes(row[:8], "little") - int.from_bytes(row[8:16], "little")  # nested ones are part of others
