@@ -37,6 +37,7 @@ class Held:
     Attributes:
         fd: the segment, locked unless another capture reads it (`is_passive`).
         unread: whether records older than the mark may wait in it.
+        idle, rest: looks since it had a record, and how many more are let go by without one.
         is_open: False once it was read to its end, or made no sense.
     """
 
@@ -49,6 +50,8 @@ class Held:
     sums: Sums = field(default_factory=Sums)
     lost_before: dict[str, int] = field(default_factory=dict)
     unread: bool = True
+    idle: int = 0
+    rest: int = 0
     is_open: bool = True
 
     def close(self) -> None:

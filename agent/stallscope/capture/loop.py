@@ -145,6 +145,7 @@ class Loop(ABC):
         """`told`: whether every record made before `now` has been sent: only then may a tick say so."""
         self._next_tick_ns = now + TICK_PERIOD_NS
         is_slow = now >= self._next_slow_ns
+        self.shims.poll_losses(now)
         if is_slow:
             self.population.check()
         if not self.outbox.bulk_ok:

@@ -152,7 +152,6 @@ class Session(Loop):
 
     def _poll_losses(self, now: int) -> None:
         self._losses.poll(now)
-        self.shims.poll_losses(now)
 
     def _lost_by(self) -> dict[str, int]:
         return {**self._losses.totals(), **self.shims.lost_by()}

