@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 from harness import ROOT, SIM_LIB, STALLSCOPE, TARGETS, balance
-from run_kit import SHIM, Preloaded, Ran, Running, environment, everything, run
+from run_kit import SHIM, Ran, Running, environment, everything, run
 from test_attach_counts import WAYS, check_long_waits, hooked, own
 
 PYTHON = sys.executable
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def closes(report: dict[str, Any]) -> bool:
@@ -100,10 +104,17 @@ def test_bad_arguments() -> None:
         assert done.returncode == 2 and "\n  next: " in done.stderr, words
 
 
-def test_a_full_disk_costs_the_recording_only() -> None:
-    """The command ends well, and somebody notices all the same."""
-    done = run([TARGETS / "million", 500, 10, 300], "-o", "/dev/full", "--force")
-    assert done.code == 125 and "no regular file" in done.err
+def test_a_full_disk_costs_the_recording_only(tmp_path: Path, needs_root: None) -> None:
+    """The command ends well, its report is whole, and the exit code says that something is missing."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", folder], check=True)
+    try:
+        done = run([TARGETS / "million", 2000, 100, 300], "-o", folder / "a.stall", "--sample", "1/1")
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    assert done.code == 125 and "is incomplete: No space left on device" in done.err
+    assert own(done.report) == everything(done.truth())
 
 
 def test_a_path_with_spaces_and_a_preload_of_the_users(tmp_path: Path) -> None:
@@ -265,10 +276,10 @@ def test_a_killed_tracer_costs_the_program_nothing() -> None:
     """It runs on, and another one reads what it has."""
     with Running([TARGETS / "million", 20_000, 100, 300], env=environment(MILLION_LINGER="1")) as running:
         running.lines.wait_for("ready")
-        (child,) = [
-            int(pid) for pid in Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
-            if "million" in Path(f"/proc/{pid}/cmdline").read_text()
-        ]  # fmt: skip
+        of_million = [
+            p for p in children_of(running.process.pid) if "million" in Path(f"/proc/{p}/cmdline").read_text()
+        ]
+        (child,) = of_million
         running.process.kill()
         running.say()
         running.lines.wait_for("{")
@@ -279,10 +290,26 @@ def test_a_killed_tracer_costs_the_program_nothing() -> None:
         assert not Path(f"/proc/{child}").exists()
 
 
-def test_no_folder_can_be_made(tmp_path: Path) -> None:
-    """A file system that is full or read-only: segments are found all the same."""
-    with Preloaded([TARGETS / "million", "500", "10", "300"]) as program:
-        program.wait_for("ready")
-        assert any("stallscope-segment" in os.readlink(p) for p in Path(f"/proc/{program.pid}/fd").iterdir())
-        program.say()
-        program.truth()
+def test_the_aggregator_is_killed() -> None:
+    """The command runs on to its end, and somebody says that the report is lost."""
+    with Running([TARGETS / "million", 1000, 10, 300]) as running:
+        running.lines.wait_for("ready")
+        for pid in children_of(running.process.pid):
+            if "aggregator" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)
+        running.say()
+        assert running.lines.wait_for("{")
+        assert running.process.wait(30) == 125
+        assert "the report is lost" in running.errors.rest()
+
+
+def test_exit_codes_of_the_whole_tree() -> None:
+    """Of children, of theirs that were waited for, and of orphans that come to us."""
+    text = "sh -c 'sleep 1.5; exit 4' & (sh -c 'sleep 1.6; kill -9 $$' &) ; sleep 0.1; sh -c 'sleep 1.7; exit 6'; wait"
+    done = run(["bash", "-c", text])
+    ends = [(p["exit"]["code"], p["exit"]["signal"]) for p in done.report["processes"] if p["name"] == "sh"]
+    known = {(4, None), (None, 9), (6, None)}
+    assert (None, 9) in ends and set(ends) <= {*known, (None, None)}
+    if not any("only their parents know" in note for note in done.report["capture"]["notes"]):
+        assert set(ends) == known

@@ -45,6 +45,9 @@ class Shims:
     def retire(self, target: Any, at_ns: int) -> None:
         self.retired.append(target.pid)
 
+    def retire_if_left(self, target: Any, at_ns: int) -> None:
+        pass
+
     def forget(self, target: Any) -> None:
         pass
 

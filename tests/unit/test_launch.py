@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -97,9 +98,13 @@ def test_the_command_has_our_descriptors_and_no_blocked_signals() -> None:
     os.set_inheritable(passed, True)
     text = (
         "import os, signal, sys; fds = set(map(int, os.listdir('/proc/self/fd')));"
-        f"sys.exit((not {{{passed}}} <= fds) + 2 * ({ours} in fds) + 4 * bool(signal.pthread_sigmask(0, [])))"
+        f"import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0];"
+        f"blocked = bool(signal.pthread_sigmask(0, []));"
+        f"sys.exit((not {{{passed}}} <= fds) + 2 * ({ours} in fds) + 4 * blocked + 8 * (limit != 200))"
     )
-    command = Command([sys.executable, "-c", text], dict(os.environ))
+    command = Command(
+        [sys.executable, "-c", text], dict(os.environ), (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     try:
         command.start()
         command.wait()

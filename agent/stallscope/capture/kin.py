@@ -162,6 +162,7 @@ class Kin:
             facts = facts_of(target.pid)
             if (facts.name, facts.cmdline) != (target.facts.name, target.facts.cmdline) and facts.cmdline:
                 target.facts = facts
+                self._shims.retire_if_left(target, now)
                 self._send(
                     Kind.IMAGE,
                     {"proc": target.proc, "at_ns": now, "name": facts.name, "cmdline": facts.cmdline,

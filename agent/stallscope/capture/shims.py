@@ -300,6 +300,18 @@ class Shims:
         held.close()
         self._links.forget(target)
 
+    def retire_if_left(self, target: Target, at_ns: int) -> None:
+        """The same, if the process has let go of its segment: it runs another program, which made no call yet."""
+        held = self._held.get(target.proc)
+        if held is None or not held.is_open:
+            return
+        fds = list(candidates(target.pid))
+        there = [os.fstat(fd) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        if os.access(f"/proc/{target.pid}/fd", os.R_OK) and held.file not in {(i.st_dev, i.st_ino) for i in there}:
+            self.retire(target, at_ns)
+
     def _read_last(self, held: Held) -> None:
         send_changes(self._outbox.send, held.target, held.sums.add(self._counts(held)), self._now())
         held.sums.close()

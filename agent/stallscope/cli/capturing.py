@@ -144,11 +144,15 @@ def open_record(path: str | None, force: bool, who: Caller) -> int | None:
     return open_output(path, force, who.uid, who.gid)
 
 
-def allow_files() -> None:
-    """A process with three libraries takes 13 descriptors: the usual limit of 1024 would end at 75 processes."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def allow_files() -> tuple[int, int]:
+    """A process with three libraries takes 13 descriptors: the usual limit of 1024 would end at 75 processes.
+
+    Returns the limits as they were.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft, hard
 
 
 def hello(

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -110,14 +111,17 @@ class Preload:
 
 
 class Command:
-    """The child. Streams, open descriptors, process group and ignored signals are the caller's.
+    """The child. Streams, open descriptors and their limits, process group and ignored signals are the caller's.
+
+    Args:
+        files: the caller's limits of open descriptors, where ours are others.
 
     Attributes:
         pid: None until it is started.
     """
 
-    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
-        self._words, self._environment = words, environment
+    def __init__(self, words: list[str], environment: dict[str, str], files: tuple[int, int] | None = None) -> None:
+        self._words, self._environment, self._files = words, environment, files
         self._process: subprocess.Popen[bytes] | None = None
         self._before: set[signal.Signals | int] | None = None
 
@@ -131,13 +135,19 @@ class Command:
         try:
             self._process = subprocess.Popen(
                 self._words, env=self._environment, close_fds=False,  # ours are all close-on-exec
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+                preexec_fn=lambda: self._put_back(before),
             )  # fmt: skip
         except subprocess.SubprocessError as error:
             raise OSError(errno.EAGAIN, str(error)) from error
         except ValueError as error:  # a null byte
             raise OSError(errno.EINVAL, str(error)) from error
         return self._process.pid
+
+    def _put_back(self, signals: set[signal.Signals | int]) -> None:
+        """In the child: what we changed for ourselves."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        if self._files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._files)
 
     def forward_signals(self) -> None:
         """Pass on what was sent to us alone. Ctrl-C is not: the terminal sends it to the command, too."""

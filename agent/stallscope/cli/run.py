@@ -71,12 +71,12 @@ class Run:
     def run(self) -> int:
         """Start, trace, report; the exit code."""
         with contextlib.closing(Preload(self.args.mode)) as preload:
-            allow_files()
+            limits = allow_files()
             record_fd = open_record(self.args.output, self.args.force, self.who)
             aggregator = Aggregator(self.who, record_fd, self.args.json, on_stderr=True)
             if record_fd is not None:
                 os.close(record_fd)
-            command = Command(self.words, preload.environment())
+            command = Command(self.words, preload.environment(), limits)
             try:
                 problem = self._capture(aggregator, command, preload)
             except (OSError, StallscopeError) as error:
