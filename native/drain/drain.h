@@ -78,8 +78,16 @@ int64_t btf__offset(const struct btf *b, const char *type, const char *member);
 
 /* segment.c, segcounts.c: the shared memory of a process with libstallscope.so in it (native/shim/segment.h). */
 struct segment;
-struct seg_clock { /* two readings of the counter beside CLOCK_MONOTONIC; counter[0] < counter[1] */
-  uint64_t counter[2], mono_ns[2];
+/* From the counter to CLOCK_MONOTONIC. What was converted once always gives the same: records of one call are paired by
+ * its instant. So a line that is off is not mended, but goes on from where it is, back to the truth. */
+#define SEG_LINES 4096
+struct seg_line {
+  uint64_t counter, mono_ns, ns_per_tick; /* from where; fixed point, 32 fraction bits */
+};
+struct seg_clock {
+  uint32_t count; /* lines in order; never 0 when something is converted */
+  uint32_t reserved;
+  struct seg_line line[SEG_LINES];
 };
 struct segment_facts {
   uint32_t version, pid, uid, n_blocks;
@@ -125,6 +133,7 @@ int segment__threads(struct segment *s, struct segment_thread *out, uint32_t max
 int segment__comms(struct segment *s, struct segment_comm *out, uint32_t max);
 uint64_t segment__pair(uint64_t *counter, uint64_t *mono_ns); /* half the width of the reading, ns */
 uint64_t segment__to_ns(const struct segment *s, const struct seg_clock *c, uint64_t ticks);
+uint64_t segment__clock_ns(const struct seg_clock *c, uint64_t ticks); /* without a segment */
 
 /* syscalls.c */
 int sys__bpf(int command, void *attr, uint32_t size);

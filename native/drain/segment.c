@@ -133,23 +133,31 @@ void segment__facts(const struct segment *s, struct segment_facts *out) {
   memcpy(out->hooks, h->hooks, sizeof(out->hooks));
 }
 
-/* ticks on the line through two readings. */
-static uint64_t on_line(uint64_t ticks, uint64_t c0, uint64_t m0, uint64_t c1, uint64_t m1) {
-  __int128 run = (__int128)c1 - c0, rise = (__int128)m1 - m0;
-  if (run <= 0) return m0;
-  return (uint64_t)((__int128)m0 + ((__int128)ticks - c0) * rise / run);
+static uint64_t on_line(const struct seg_line *line, uint64_t ticks) {
+  if (ticks < line->counter)
+    return line->mono_ns - (uint64_t)((unsigned __int128)(line->counter - ticks) * line->ns_per_tick >> 32);
+  return line->mono_ns + (uint64_t)((unsigned __int128)(ticks - line->counter) * line->ns_per_tick >> 32);
 }
 
-/* What is older than the first reading lies between it and the one that the program took itself. */
+/* By the newest line that begins before it; nearly all are of the last one. */
+uint64_t segment__clock_ns(const struct seg_clock *c, uint64_t ticks) {
+  uint32_t i = c->count ? c->count - 1 : 0;
+  while (i && ticks < c->line[i].counter) i--;
+  return on_line(&c->line[i], ticks);
+}
+
+/* What is older than the first line lies between it and the reading that the program took itself. */
 uint64_t segment__to_ns(const struct segment *s, const struct seg_clock *c, uint64_t ticks) {
   const struct seg_header *h = &s->header;
-  if (ticks >= c->counter[0] || h->counter >= c->counter[0] || h->mono_ns >= c->mono_ns[0])
-    return on_line(ticks, c->counter[0], c->mono_ns[0], c->counter[1], c->mono_ns[1]);
-  return on_line(ticks, h->counter, h->mono_ns, c->counter[0], c->mono_ns[0]);
+  const struct seg_line *first = &c->line[0];
+  if (ticks >= first->counter || h->counter >= first->counter || h->mono_ns >= first->mono_ns)
+    return segment__clock_ns(c, ticks);
+  __int128 run = (__int128)first->counter - h->counter, rise = (__int128)first->mono_ns - h->mono_ns;
+  return (uint64_t)((__int128)h->mono_ns + ((__int128)ticks - h->counter) * rise / run);
 }
 
 static uint64_t span_ns(const struct seg_clock *c, uint64_t ticks) {
-  return on_line(ticks, 0, 0, c->counter[1] - c->counter[0], c->mono_ns[1] - c->mono_ns[0]);
+  return (uint64_t)((unsigned __int128)ticks * c->line[c->count ? c->count - 1 : 0].ns_per_tick >> 32);
 }
 
 uint64_t segment__pair(uint64_t *counter, uint64_t *mono_ns) {

@@ -24,6 +24,8 @@ _LOSSES = ("overwritten", "vital_full", "no_ring", "busy", "stale", "no_comm", "
            "comms_made")  # fmt: skip
 _MAX_COMMS = 1024
 _SETTLE_S = 0.02
+_LINES = 4096  # SEG_LINES in native/drain/drain.h
+_TOLERATED_NS = 2_000
 
 
 class BadSegment(ValueError):
@@ -93,32 +95,51 @@ class Comm(NamedTuple):
 class Clock:
     """Raw counter -> CLOCK_MONOTONIC, for all segments of this machine.
 
+    A counter value gives the same instant whenever it is converted: the records of one call, and a look at it while it
+    lasts, are told to be one call by that. So a new reading changes only what is yet to come.
+
     Attributes:
         error_ns: how far a converted instant of the last second may be off.
     """
 
     def __init__(self) -> None:
         self._c = ffi.new("struct seg_clock *")
-        self._first = self._pair()
+        first = self._pair()
         time.sleep(_SETTLE_S)
-        self.error_ns = 0
-        self.recalibrate()
+        self._last = self._pair()
+        self.error_ns = first[2] + self._last[2]
+        self._rate = self._rate_since(first)
+        self._leads_back = True  # known from 20 ms only
+        self._add(first[0], first[1], self._rate)
 
     def recalibrate(self) -> None:
-        """Take another pair of readings; once a second. The line goes through the newest two that are far apart."""
-        counter, mono_ns, width_ns = self._pair()
-        predicted = self._on_line(counter) if self._c.counter[1] else mono_ns
-        self._c.counter[0], self._c.mono_ns[0] = self._first[:2]
-        self._c.counter[1], self._c.mono_ns[1] = counter, mono_ns
-        self.error_ns = width_ns + self._first[2] + abs(predicted - mono_ns)
-        self._first = (counter, mono_ns, width_ns)
-        if self._c.counter[1] <= self._c.counter[0]:
-            raise OSError("the machine's counter does not advance")
+        """Take another reading; once a second. Where the line is off, the next one leads back within a second."""
+        before, self._last = self._last, self._pair()
+        counter, mono_ns, width_ns = self._last
+        off_ns = mono_ns - self.to_ns(counter)
+        self.error_ns = width_ns + before[2] + abs(off_ns)
+        self._rate = self._rate_since(before)
+        if abs(off_ns) > width_ns + _TOLERATED_NS or self._leads_back:
+            # Within a second, but never by more than a tenth: an instant must not lie before an earlier one.
+            back = max(-0.1, min(0.1, off_ns / 1e9)) if abs(off_ns) > width_ns else 0
+            self._leads_back = abs(off_ns) > width_ns
+            self._add(counter, self.to_ns(counter), int(self._rate * (1 + back)))
 
-    def _on_line(self, counter: int) -> int:
-        c0, c1 = self._c.counter
-        m0, m1 = self._c.mono_ns
-        return int(m0 + (counter - c0) * (m1 - m0) // (c1 - c0))
+    def _rate_since(self, before: tuple[int, int, int]) -> int:
+        ticks, span_ns = self._last[0] - before[0], self._last[1] - before[1]
+        if ticks <= 0 or span_ns <= 0:
+            raise OSError("the machine's counter does not advance")
+        return (span_ns << 32) // ticks
+
+    def _add(self, counter: int, mono_ns: int, rate: int) -> None:
+        """A line from here on. When there is no room, the older half goes, and with it what hours ago was told."""
+        lines, count = self._c.line, self._c.count
+        if count == _LINES:
+            kept = _LINES // 2
+            ffi.memmove(lines, lines + kept, kept * ffi.sizeof("struct seg_line"))
+            count = kept
+        lines[count].counter, lines[count].mono_ns, lines[count].ns_per_tick = counter, mono_ns, rate
+        self._c.count = count + 1
 
     @staticmethod
     def _pair() -> tuple[int, int, int]:
@@ -128,7 +149,7 @@ class Clock:
 
     def to_ns(self, ticks: int) -> int:
         """CLOCK_MONOTONIC of a counter value."""
-        return self._on_line(ticks)
+        return int(lib.segment__clock_ns(self._c, ticks))
 
     @property
     def c(self) -> Any:
