@@ -125,8 +125,9 @@ void segment__facts(const struct segment *s, struct segment_facts *out);
 int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b);
 uint64_t segment__pending(struct segment *s); /* records that a drain has not taken yet */
 int segment__counts(struct segment *s, struct counters_delta *out);
-int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct wire_row *out,
-                      uint32_t max);
+/* as_counted: those that were under way when segment__counts looked. */
+int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, uint32_t as_counted,
+                      struct wire_row *out, uint32_t max);
 void segment__losses(struct segment *s, uint64_t *out);
 int segment__set(struct segment *s, uint64_t settings, uint64_t long_ns);
 int segment__threads(struct segment *s, struct segment_thread *out, uint32_t max);

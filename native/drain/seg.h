@@ -13,7 +13,9 @@ struct seg_reader { /* of one block */
   uint32_t tid;
   bool behind; /* records were overwritten that are not told apart by hook yet */
   uint64_t overwritten;
-  uint64_t drained[WIRE_HOOKS], missed[WIRE_HOOKS];
+  uint64_t events[WIRE_HOOKS], missed[WIRE_HOOKS]; /* calls whose record was given out; that will never be */
+  struct seg_frame frames[WIRE_DEPTH];             /* calls under way when the counters were read last */
+  uint32_t n_frames;
 };
 
 struct segment {
@@ -23,6 +25,7 @@ struct segment {
   struct seg_reader *readers[SEG_BLOCKS];
   uint32_t next; /* the block to begin with */
   uint64_t corrupt;
+  bool reads;                /* it has taken records */
   uint64_t told[WIRE_HOOKS]; /* bulk records given out */
   struct wire_count last[WIRE_HOOKS];
   struct wire_count base[WIRE_HOOKS]; /* what readers before this one were told; lost: what the program counted */
@@ -37,7 +40,8 @@ uint64_t seg_word(const struct segment *s, uint64_t at);        /* acquire */
 void seg_store(struct segment *s, uint64_t at, uint64_t value); /* release */
 uint32_t seg_used(const struct segment *s);
 uint64_t seg_block_at(const struct segment *s, uint32_t block);
-struct seg_reader *seg_reader_of(struct segment *s, uint32_t block); /* NULL: no memory */
+struct seg_reader *seg_reader_of(struct segment *s, uint32_t block);                 /* NULL: no memory */
+uint32_t seg_frames(const struct segment *s, uint32_t block, struct seg_frame *out); /* whole ones, outermost first */
 
 /* segcounts.c */
 void seg_add(struct wire_count *sum, const struct wire_count *row);

@@ -70,7 +70,8 @@ static void base_block(struct segment *s, uint32_t block, struct seg_reader *r) 
     if (!memcmp(&before, &after, sizeof(after))) break;
   }
   for (int i = 0; i < WIRE_HOOKS; i++) {
-    r->drained[i] = rows[i].reserved[0] - bulk[i];
+    uint64_t open = rows[i].lost + rows[i].sampled_out + rows[i].filtered + bulk[i] + other[i];
+    r->events[i] = rows[i].calls > open ? rows[i].calls - open : 0;
     seg_add(&s->base[i], &rows[i]);
     s->base[i].calls -= bulk[i] + other[i];
   }

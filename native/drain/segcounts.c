@@ -17,35 +17,77 @@ void seg_add(struct wire_count *sum, const struct wire_count *row) {
   sum->filtered += row->filtered;
 }
 
-/* Which hooks' records were overwritten: what was written less what was read, at a moment when nothing is left to read. */
-static void tell_overwritten_apart(struct segment *s, uint32_t block, struct seg_reader *r,
-                                   const struct wire_count *rows, uint64_t head) {
-  if (!r->behind || head != r->tail || seg_word(s, SEG_FIELD(s, block, head)) != head) return;
-  r->behind = false;
-  r->overwritten = 0;
-  for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
-    r->missed[i] = rows[i].reserved[0] > r->drained[i] ? rows[i].reserved[0] - r->drained[i] : 0;
-    r->overwritten += r->missed[i];
+/* One thread's counters, calls under way and positions. */
+struct shot {
+  struct wire_count rows[WIRE_HOOKS];
+  struct seg_frame frames[WIRE_DEPTH];
+  uint32_t n_frames;
+  uint64_t head, vital_head;
+};
+
+/* All of one moment, unless the thread writes in each of TRIES looks: false then. */
+static bool shoot(const struct segment *s, uint32_t block, struct shot *x) {
+  static const size_t bytes = sizeof(x->rows);
+  struct wire_count again[WIRE_HOOKS];
+  for (int i = 0; i < TRIES; i++) {
+    x->head = seg_word(s, SEG_FIELD(s, block, head));
+    x->vital_head = seg_word(s, SEG_FIELD(s, block, vital_head));
+    seg_copy(s, seg_block_at(s, block) + SEG_COUNTS_AT, x->rows, bytes);
+    x->n_frames = seg_frames(s, block, x->frames);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    seg_copy(s, seg_block_at(s, block) + SEG_COUNTS_AT, again, bytes);
+    bool same = x->head == seg_word(s, SEG_FIELD(s, block, head));
+    if (same && x->vital_head == seg_word(s, SEG_FIELD(s, block, vital_head)) && !memcmp(x->rows, again, bytes))
+      return true;
   }
+  return false;
+}
+
+static uint64_t under_way(const struct shot *x, uint32_t hook) {
+  uint64_t n = 0;
+  for (uint32_t i = 0; i < x->n_frames; i++)
+    n += (x->frames[i].what & 0xffff) == hook && !(x->frames[i].what >> 16 & WIRE_ENTERED);
+  return n;
+}
+
+/* Calls without an account: their records wait in the rings, or are gone. The first are held back, as if they had not
+ * been made yet: a reader who takes no more records would not find them again. The others are lost; which hooks' they
+ * were is certain when nothing waits. */
+static void settle(struct seg_reader *r, struct shot *x, bool whole) {
+  uint64_t waiting = x->head - r->tail + (x->vital_head - r->vital_tail), gone_now = 0;
+  for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
+    struct wire_count *row = &x->rows[i];
+    uint64_t told = row->lost + row->sampled_out + row->filtered + r->events[i] + r->missed[i] + under_way(x, i);
+    uint64_t open = row->calls > told ? row->calls - told : 0;
+    uint64_t held = open < waiting ? open : waiting, gone = r->behind ? open - held : 0;
+    row->calls -= held;
+    if (whole && !waiting) r->missed[i] += gone;
+    else row->lost += gone;
+    gone_now += r->missed[i];
+    row->lost += r->missed[i];
+  }
+  if (!whole || waiting || !r->behind) return;
+  r->behind = false;
+  r->overwritten = gone_now;
 }
 
 static int sum_counts(struct segment *s, struct wire_count *sums) {
-  struct wire_count rows[WIRE_HOOKS];
+  struct shot x;
   seg_copy(s, SEG_HOMELESS_AT, sums, WIRE_HOOKS * sizeof(*sums));
   for (uint32_t block = 0; block < seg_used(s); block++) {
     struct seg_reader *r = seg_reader_of(s, block);
     if (!r) return -ENOMEM;
-    uint64_t head = seg_word(s, SEG_FIELD(s, block, head));
-    seg_copy(s, seg_block_at(s, block) + SEG_COUNTS_AT, rows, sizeof(rows));
-    tell_overwritten_apart(s, block, r, rows, head);
-    for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
-      seg_add(&sums[i], &rows[i]);
-      sums[i].lost += r->missed[i];
-    }
+    bool whole = shoot(s, block, &x);
+    settle(r, &x, whole);
+    memcpy(r->frames, x.frames, sizeof(r->frames));
+    r->n_frames = x.n_frames;
+    for (uint32_t i = 0; i < WIRE_HOOKS; i++) seg_add(&sums[i], &x.rows[i]);
   }
   for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
     seg_subtract(&sums[i], &s->base[i]);
     sums[i].reserved[0] = sums[i].reserved[1] = 0;
+    /* What was under way, and so counted, may wait in a ring by now. */
+    if (sums[i].calls < s->last[i].calls) sums[i].calls = s->last[i].calls;
   }
   return 0;
 }
@@ -138,16 +180,23 @@ static uint64_t calls_of(const struct segment *s, uint32_t block) {
   return sum;
 }
 
-int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct wire_row *out,
-                      uint32_t max) {
+uint32_t seg_frames(const struct segment *s, uint32_t block, struct seg_frame *out) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < WIRE_DEPTH; i++)
+    if (copy_frame(s, block, i, &out[n]) && (out[n].what & 0xffff) < WIRE_HOOKS) n++;
+  return n;
+}
+
+int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, uint32_t as_counted,
+                      struct wire_row *out, uint32_t max) {
   uint32_t n = 0;
   for (uint32_t block = 0; block < seg_used(s) && n < max; block++) {
     struct wire_row row = {.slot = slot};
-    for (uint32_t i = 0; i < WIRE_DEPTH; i++) {
-      struct seg_frame f;
-      if (copy_frame(s, block, i, &f) && (f.what & 0xffff) < WIRE_HOOKS) show_frame(s, c, &f, &row.f[row.depth++]);
-    }
+    struct seg_frame now[WIRE_DEPTH];
+    const struct seg_reader *r = as_counted ? seg_reader_of(s, block) : NULL;
+    row.depth = r ? r->n_frames : seg_frames(s, block, now);
     if (!row.depth) continue;
+    for (uint32_t i = 0; i < row.depth; i++) show_frame(s, c, r ? &r->frames[i] : &now[i], &row.f[i]);
     row.owner = (uint64_t)tgid << 32 | (uint32_t)seg_word(s, SEG_FIELD(s, block, tid));
     row.calls = calls_of(s, block);
     out[n++] = row;

@@ -91,7 +91,6 @@ static int open_checked(struct segment *s, const char **why) {
   if (*why) return -EPROTO;
   int ret = map(s);
   if (!ret && s->header.reader) ret = seg_start_from_here(s);
-  if (!ret) seg_store(s, offsetof(struct seg_header, reader), s->header.reader + 1);
   return ret;
 }
 
@@ -221,21 +220,32 @@ static bool take_uid(const struct sink *k, const struct seg_vital *v, uint64_t a
   return true;
 }
 
+/* A DONE or ABANDONED whose ENTER was sent is the second record of one call; later kinds are no calls. */
+static void count_event(struct seg_reader *r, const struct seg_vital *v) {
+  bool is_second = v->kind >= WIRE_DONE && v->flags & WIRE_ENTERED;
+  if (v->kind <= WIRE_ABANDONED && !is_second) r->events[v->hook]++;
+}
+
 /* One record of a vital ring. Slots it takes; 0: no room in the batch. */
-static uint64_t take_vital(const struct sink *k, uint32_t block, uint64_t index, uint64_t head) {
+static uint64_t take_vital(const struct sink *k, uint32_t block, struct seg_reader *r, uint64_t head) {
   struct segment *s = k->s;
   uint64_t mask = (1ull << s->header.vital_bits) - 1, base = seg_block_at(s, block) + SEG_VITAL_AT;
+  uint64_t index = r->vital_tail;
   struct seg_vital v;
   seg_copy(s, base + (index & mask) * sizeof(v), &v, sizeof(v));
   if (v.hook >= WIRE_HOOKS || (v.has_uid && index + 1 >= head)) {
     s->corrupt++;
     return 1;
   }
-  if (v.has_uid) return take_uid(k, &v, base + ((index + 1) & mask) * sizeof(v)) ? 2 : 0;
-  struct wire_rec *out = next_rec(k);
-  if (!out) return 0;
-  *out = vital_rec(k, &v);
-  return 1;
+  if (v.has_uid) {
+    if (!take_uid(k, &v, base + ((index + 1) & mask) * sizeof(v))) return 0;
+  } else {
+    struct wire_rec *out = next_rec(k);
+    if (!out) return 0;
+    *out = vital_rec(k, &v);
+  }
+  count_event(r, &v);
+  return v.has_uid ? 2 : 1;
 }
 
 static void drain_vital(const struct sink *k, uint32_t block, struct seg_reader *r) {
@@ -245,7 +255,7 @@ static void drain_vital(const struct sink *k, uint32_t block, struct seg_reader 
     s->corrupt++;
     r->vital_tail = head;
   }
-  while (r->vital_tail < head && step) r->vital_tail += step = take_vital(k, block, r->vital_tail, head);
+  while (r->vital_tail < head && step) r->vital_tail += step = take_vital(k, block, r, head);
   seg_store(s, SEG_FIELD(s, block, vital_tail), r->vital_tail);
 }
 
@@ -287,7 +297,7 @@ static bool take_bulk(const struct sink *k, struct seg_reader *r, const uint64_t
   out->flags = (uint8_t)((flags & SEG_NESTED ? WIRE_NESTED : 0) | (flags & SEG_ALWAYS ? WIRE_ALWAYS : 0));
   out->depth = out->flags & WIRE_NESTED;
   expand(w, p + 2, out->a);
-  r->drained[hook]++;
+  r->events[hook]++;
   return true;
 }
 
@@ -331,6 +341,9 @@ static void drain_bulk(const struct sink *k, uint32_t block, struct seg_reader *
 
 int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b) {
   struct sink k = {s, c, slot, tgid, b};
+  /* Who only looks (doctor, or at whose segment it is) is no reader: it leaves all to the next one. */
+  if (!s->reads) seg_store(s, offsetof(struct seg_header, reader), s->header.reader + 1);
+  s->reads = true;
   uint32_t used = seg_used(s), first = used ? s->next++ % used : 0;
   b->n_recs = b->n_uids = 0;
   for (uint32_t i = 0; i < used; i++) {

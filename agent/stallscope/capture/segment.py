@@ -49,7 +49,7 @@ class Header(NamedTuple):
         counter, mono_ns, real_ns: its counter, CLOCK_MONOTONIC and CLOCK_REALTIME at one moment.
         ticks_per_s: its estimate of the counter's rate.
         hooks: ids of the functions that the library has wrappers of.
-        readers: how many opened the segment before.
+        readers: how many have taken records from it before.
         is_mapped: a sealed memfd; else a file.
     """
 
@@ -232,8 +232,8 @@ class Segment:
     def counts(self) -> SlotChanges:
         """Rows that are not what they were at the last call, summed over all threads; values are cumulative.
 
-        Which hooks' records were overwritten is known only when nothing is left to drain: until then `lost` is too
-        small by what `losses` gives as overwritten.
+        They are those of the records that were drained: a call whose record still waits in a ring is not counted yet,
+        one that is under way is. What was overwritten, or taken by a reader before this one, is `lost`.
         """
         d = self._delta
         result = lib.segment__counts(self._c, d)
@@ -243,9 +243,12 @@ class Segment:
         times = bytes(ffi.buffer(d.times, d.n_times * ffi.sizeof("struct wire_time")))
         return SlotChanges(list(d.hooks[0 : d.n_counts]), counts, list(d.timed[0 : d.n_times]), times)
 
-    def inflight(self, clock: Clock, slot: int = 0, tgid: int = 0) -> list[InflightRow]:
-        """Threads that are inside a hooked call now; stack pointers are 0."""
-        count = lib.segment__inflight(self._c, clock.c, slot, tgid or self.header.pid, self._rows, 256)
+    def inflight(
+        self, clock: Clock, slot: int = 0, tgid: int = 0, *, as_counted: bool = False
+    ) -> list[InflightRow]:  # fmt: skip
+        """Threads that are inside a hooked call now, or were when `counts` looked last; stack pointers are 0."""
+        pid = tgid or self.header.pid
+        count = lib.segment__inflight(self._c, clock.c, slot, pid, as_counted, self._rows, 256)
         return inflight_rows(bytes(ffi.buffer(self._rows, count * ffi.sizeof("struct wire_row"))))
 
     def losses(self) -> dict[str, int]:
