@@ -132,6 +132,7 @@ def test_a_late_tracer_knows_who_is_who(more: int, tmp_path: Path) -> None:
     places = [place for issuer in state.operations.issuers.values() for place in issuer.places.values()]
     assert sorted(place.collectives for place in places) == [3, 6000 + more]
     assert any("before it was looked at" in note for note in report["capture"]["notes"])
+    assert closes(report)
 
 
 @pytest.mark.usefixtures("needs_bpf")
@@ -149,6 +150,26 @@ def test_killed_and_started_again() -> None:
             program.say()
             report = tracer.report()
     assert own(report) == everything(truth)
+    assert closes(report) and report["capture"]["lost"] > 0
+    (place,) = report["capture"]["lost_by"].items()
+    assert place == ("overwritten in the shim's ring, or taken by a capture before this one", report["capture"]["lost"])
+
+
+@pytest.mark.usefixtures("needs_bpf")
+@pytest.mark.parametrize("sample", ["1/1", "1/100"])
+def test_let_go_while_it_makes_calls(sample: str) -> None:
+    """Nothing can be unlinked, and still each call is accounted for: counters are those of what was read."""
+    with Preloaded([TARGETS / "million", "150000", "100", "300"], STALLSCOPE_SIM_DRIVER="private") as program:
+        program.wait_for("ready")
+        with Tracer([program.pid], "--sample", sample).attached() as tracer:
+            program.say()
+            time.sleep(0.15)
+            tracer.stop()
+            report = tracer.report()
+        truth = program.truth()
+    assert closes(report), report["capture"]["notes"]
+    seen = own(report)
+    assert seen and all(seen[api] <= everything(truth)[api] for api in seen)
 
 
 def test_without_rights(needs_root: None) -> None:

@@ -71,7 +71,7 @@ class FakeSegment:
     def comms(self) -> list[Any]:
         return list(self.table)
 
-    def inflight(self, clock: Any, slot: int = 0, tgid: int = 0) -> list[InflightRow]:
+    def inflight(self, clock: Any, slot: int = 0, tgid: int = 0, *, as_counted: bool = False) -> list[InflightRow]:
         return list(self.rows)
 
     def losses(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from shim_kit import Sent
+from fake_segments import Sent
 
 from stallscope.capture import kin as module
 from stallscope.capture.exits import exit_code_of, has_ended, is_zombie, zombie_children

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shim_kit import LAUNCH, REDUCE, Sent, target
+from fake_segments import LAUNCH, REDUCE, Sent, target
 
 from stallscope.capture import shimlinks as module
 from stallscope.capture.commreader import MADE, SPREAD, TAKEN

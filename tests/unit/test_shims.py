@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shim_kit import LAUNCH, REDUCE, FakeSegment, Sent, count_row, memfd, row, target, time_row
+from fake_segments import LAUNCH, REDUCE, FakeSegment, Sent, count_row, memfd, row, target, time_row
 
 from stallscope.capture import shims as module
 from stallscope.capture.held import PLACES

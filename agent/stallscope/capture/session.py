@@ -221,7 +221,7 @@ class Session(Loop):
     def _flying(self, now: int, *, final: bool) -> list[Any]:
         least = 0 if final else INFLIGHT_MIN_NS
         rows = self.tables.inflight(least, now, self.population.proc_of_slot)
-        return rows + self.shims.inflight(least, now)
+        return rows + self.shims.inflight(least, now, as_counted=final)
 
     def _let_go(self) -> None:
         self._read_mappings()

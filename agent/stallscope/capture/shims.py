@@ -260,20 +260,23 @@ class Shims:
         self._links.tell(held.target, found.hooks, held.segment.header.mono_ns)
         return found
 
-    def inflight(self, min_age_ns: int, now_ns: int) -> list[Any]:
-        """Calls that have not returned and are at least so old, as INFLIGHT frames want them."""
+    def inflight(self, min_age_ns: int, now_ns: int, *, as_counted: bool = False) -> list[Any]:
+        """Calls that have not returned and are at least so old, as INFLIGHT frames want them.
+
+        `as_counted`: those that had not when the counters were read: the processes go on meanwhile.
+        """
         rows = []
         for held in self._held.values():
-            for row in self._rows(held):
+            for row in self._rows(held, as_counted):
                 frames = [[f.hook, f.ts_ns, f.n, f.flags, list(f.a)] for f in row.frames]
                 if frames and now_ns - row.frames[0].ts_ns >= min_age_ns:
                     rows.append([held.target.proc, row.tid, frames])
         return rows
 
-    def _rows(self, held: Held) -> list[InflightRow]:
+    def _rows(self, held: Held, as_counted: bool = False) -> list[InflightRow]:
         target, counter = held.target, self._counter
         assert counter is not None
-        read = partial(held.segment.inflight, counter, target.slot, target.pid)
+        read = partial(held.segment.inflight, counter, target.slot, target.pid, as_counted=as_counted)
         found: list[InflightRow] = self._guarded(held, read, [])
         return found
 

@@ -85,7 +85,7 @@ class ShimSession(Loop):
         self.shims.close_losses(now)
 
     def _flying(self, now: int, *, final: bool) -> list[Any]:
-        return self.shims.inflight(0 if final else INFLIGHT_MIN_NS, now)
+        return self.shims.inflight(0 if final else INFLIGHT_MIN_NS, now, as_counted=final)
 
     def _let_go(self) -> None:
         self._pump()
