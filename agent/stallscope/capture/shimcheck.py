@@ -12,7 +12,6 @@ from stallscope.capture.segments import candidates, start_ticks_of
 
 __all__ = ["shim_check"]
 
-COUNT_BYTES = 64  # native/wire.h, wire_count
 _LOSE, _CURE = "the process is traced by probes, which takes rights and a microsecond a call", "stallscope run -- CMD"
 
 
@@ -38,17 +37,9 @@ def _segment(fd: int, pid: int, own: int) -> str | None:
             header = segment.header
             if (header.pid, header.start_ticks) != (own, start_ticks_of(pid)):
                 return None
-            calls = sum(_calls(row) for row in _rows(segment.counts().counts))
+            calls = sum(thread.calls for thread in segment.threads())  # counters leave out what nobody has read yet
             return f"loaded; {calls:,} call{'' if calls == 1 else 's'} so far, mode {header.mode.name.lower()}"
     except (BadSegment, OSError) as error:
         return f"loaded; its segment can't be read: {error}"
     finally:
         os.close(fd)
-
-
-def _rows(counts: bytes) -> list[bytes]:
-    return [counts[at : at + COUNT_BYTES] for at in range(0, len(counts), COUNT_BYTES)]
-
-
-def _calls(row: bytes) -> int:
-    return int.from_bytes(row[:8], "little") - int.from_bytes(row[8:16], "little")  # nested ones are part of others
