@@ -169,6 +169,15 @@ def test_forks_and_execs() -> None:
     assert exits[truth["pid"]]["code"] == 0
 
 
+def test_more_short_lived_processes_than_slots() -> None:
+    """Four hundred that live for a moment: what they handed over waits until there is room."""
+    done = run([TARGETS / "forker", 400, 50, 100])
+    truth = done.truth()
+    for child in truth["children"]:
+        assert own(done.report, child["pid"]) == hooked(child["calls"])
+    assert closes(done.report) and done.report["capture"]["gaps"] == []
+
+
 def test_counters_go_on_over_an_exec() -> None:
     done = run(["sh", "-c", f"exec {TARGETS}/execer main 50"])
     assert own(done.report)["cudaMalloc"] == done.truth()["calls"]["cudaMalloc"]
@@ -311,5 +320,5 @@ def test_exit_codes_of_the_whole_tree() -> None:
     ends = [(p["exit"]["code"], p["exit"]["signal"]) for p in done.report["processes"] if p["name"] == "sh"]
     known = {(4, None), (None, 9), (6, None)}
     assert (None, 9) in ends and set(ends) <= {*known, (None, None)}
-    if not any("only their parents know" in note for note in done.report["capture"]["notes"]):
+    if not any("whose parents alone know" in note for note in done.report["capture"]["notes"]):
         assert set(ends) == known

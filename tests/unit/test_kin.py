@@ -199,17 +199,37 @@ def test_handed_over_and_gone_between_two_looks(world: World) -> None:
 
 
 def test_slots_are_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And who gets none is a gap."""
-    monkeypatch.setattr(module, "PATIENCE_NS", 0)
-    for number in range(SLOTS + 2):
-        world.kin.take(Handed((1 << 22) - 1 - number, 500, 0))
+    """Who gets none waits, his segment keeps what it has; beyond what can wait, one is a gap."""
+    monkeypatch.setattr(module, "MAX_PENDING", 4)
+    for number in range(SLOTS + 5):
+        world.kin.take(Handed((1 << 22) - 1 - number, 500, os.open(os.devnull, os.O_RDONLY)))
     slots = [body["slot"] for body in world.sent.of(Kind.SLOT)]
     assert slots == list(range(1, SLOTS + 1))
-    assert len(world.sent.of(Kind.GAP)) == 2 == world.kin.turned_away["segments"]
+    (gap,) = world.sent.of(Kind.GAP)
+    assert gap["reason"].endswith("no free process slot") and world.kin.turned_away["segments"] == 1
     world.look()
+    assert world.exits() == {}
     world.look()
-    world.kin.take(Handed(1 << 21, 500, 0))
-    assert world.sent.of(Kind.SLOT)[-1]["slot"] == 1
+    assert len(world.shims.adopted) == SLOTS + 4 and sorted(world.sent.of(Kind.SLOT)[-1].keys()) == [
+        "at_ns",
+        "proc",
+        "slot",
+    ]
+    world.look()
+    assert len(world.exits()) == SLOTS + 5 and not world.kin.any_live()
+    for fd in world.shims.adopted.values():
+        os.close(fd)
+
+
+def test_the_end_comes_before_a_slot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that have ended nobody is left out."""
+    for number in range(2 * SLOTS):
+        world.kin.take(Handed((1 << 22) - 1 - number, 500, os.open(os.devnull, os.O_RDONLY)))
+    world.kin.watch()
+    world.kin.bury(final=True)
+    assert len(world.exits()) == 2 * SLOTS == len(world.shims.adopted) and world.sent.of(Kind.GAP) == []
+    for fd in world.shims.adopted.values():
+        os.close(fd)
 
 
 def test_the_end_of_a_command_is_the_end(world: World) -> None:

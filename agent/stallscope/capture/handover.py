@@ -14,7 +14,7 @@ __all__ = ["HandOver", "Handed"]
 # native/shim/segment.h, struct seg_hello: magic, version, pid, start_ticks.
 HELLO = struct.Struct("<QIIQ")
 MAGIC, VERSION = 0x31676573706C7473, 1
-MAX_WAITING, TURN = 256, 64
+BACKLOG, MAX_WAITING, TURN = 4096, 256, 64
 PATIENCE_NS = 2_000_000_000
 _CREDENTIALS = struct.Struct("3i")
 
@@ -50,7 +50,7 @@ class HandOver:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._socket.bind(str(path))
-            self._socket.listen(MAX_WAITING)
+            self._socket.listen(BACKLOG)
         except OSError:
             self._socket.close()
             raise

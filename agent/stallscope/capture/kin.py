@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.exits import exit_code_of, has_ended, is_zombie, zombie_children
@@ -21,18 +22,20 @@ from stallscope.wire.frames import Kind
 __all__ = ["SLOTS", "Kin"]
 
 SLOTS = 127  # native/wire.h, WIRE_PROCS; slot 0 is nobody's
-MAX_SEEN = 1024
+MAX_SEEN, MAX_PENDING = 1024, 512
 MAX_FOUND = 128  # processes whose descriptors are looked through at a time
 PATIENCE_NS, YOUNG_NS, TICK_NS = 1_000_000_000, 5_000_000_000, 10_000_000
 Send = Callable[[Kind, dict[str, Any]], None]
 
 
-class _Ended(NamedTuple):
+@dataclass(eq=False)
+class _Ended:
     """Gone, until its last records are read and somebody has told how it ended; `look` is when that was noticed."""
 
     target: Target
     at_ns: int
     look: int
+    is_read: bool = False
 
 
 class Kin:
@@ -54,6 +57,7 @@ class Kin:
         self._slots: dict[int, Target] = {}
         self._code_of_command: int | None = None
         self._strays: set[int] = set()
+        self._pending: deque[tuple[Target, int]] = deque()
         self._next_proc, self._look = 1, 0
         self.turned_away: Counter[str] = Counter()
         self.no_code = 0
@@ -129,7 +133,25 @@ class Kin:
         if target is None:
             target = self._add(_unknown(handed), -1, now)
         self._refresh(target, now)
-        self._shims.adopt(target, handed.fd)
+        self._pending.append((target, handed.fd))
+        self._adopt_pending()
+        if len(self._pending) > MAX_PENDING:
+            self._turn_away(*self._pending.popleft())
+
+    def _adopt_pending(self) -> None:
+        """Segments wait for a slot: nothing in them is lost meanwhile, and those who end give theirs back."""
+        while self._pending and (self._pending[0][0].slot or len(self._slots) < SLOTS):
+            self._shims.adopt(*self._pending.popleft())
+
+    def _turn_away(self, target: Target, fd: int) -> None:
+        os.close(fd)
+        self.turned_away["segments"] += 1
+        now = self._clock()
+        self._send(
+            Kind.GAP,
+            {"source": "link", "proc": target.proc, "count": None, "from_ns": now, "to_ns": now,
+             "reason": f"pid {target.pid} ({target.facts.name}) is not traced: no free process slot"},
+        )  # fmt: skip
 
     def _just_ended(self, handed: Handed) -> Target | None:
         start_ns = start_ns_of_ticks(handed.start_ticks)
@@ -142,13 +164,6 @@ class Kin:
             return True
         slot = next((number for number in range(1, SLOTS + 1) if number not in self._slots), None)
         if slot is None:
-            self.turned_away["segments"] += 1
-            now = self._clock()
-            self._send(
-                Kind.GAP,
-                {"source": "link", "proc": target.proc, "count": None, "from_ns": now, "to_ns": now,
-                 "reason": f"pid {target.pid} ({target.facts.name}) is not traced: no free process slot"},
-            )  # fmt: skip
             return False
         self._slots[slot], target.slot = target, slot
         self._send(Kind.SLOT, {"slot": slot, "proc": target.proc, "at_ns": self._clock()})
@@ -179,7 +194,9 @@ class Kin:
                 self._enter(pid, now)
         for target in self.live():
             self._refresh(target, now)
-        for target in [target for target in self.live() if not self._shims.has(target)][:MAX_FOUND]:
+        waiting = {target.proc for target, _ in self._pending}
+        unread = [target for target in self.live() if target.proc not in waiting and not self._shims.has(target)]
+        for target in unread[:MAX_FOUND] if len(self._slots) < SLOTS else []:
             self._shims.find(target)
         self._reap(mine)
 
@@ -216,35 +233,51 @@ class Kin:
 
     def bury(self, *, final: bool = False) -> None:
         """Tell the end of processes: a look later, when all that they handed over has come, and their parent waited."""
-        for one in [] if final else list(self._ended):
-            if one.look >= self._look:
+        for one in list(self._ended):
+            if one.look >= self._look and not final:
                 continue
+            self._adopt_pending()
+            if any(target is one.target for target, _ in self._pending):
+                continue
+            self._read_last(one)
             code = self._code(one.target)
-            if code is None and self._clock() - one.at_ns < PATIENCE_NS and one.target.pidfd >= 0:
-                continue
-            self._ended.remove(one)
-            self._bury_one(one, code)
-        if final:  # nobody waits any more for what a parent may still say
-            for one in self._ended:
-                self._bury_one(one, self._code(one.target))
-            self._ended.clear()
+            waits = code is None and one.target.pidfd >= 0 and self._clock() - one.at_ns < PATIENCE_NS
+            if not waits or final:
+                self._ended.remove(one)
+                self._tell_end(one, code)
+        if final:
+            self._bury_rest()
+
+    def _bury_rest(self) -> None:
+        """Nothing more comes: what waits for a slot of one that lives waits in vain."""
+        while self._pending:
+            self._turn_away(*self._pending.popleft())
+        for one in self._ended:
+            self._read_last(one)
+            self._tell_end(one, self._code(one.target))
+        self._ended.clear()
 
     def _code(self, target: Target) -> int | None:
         if target.pid == self._until:
             return self._code_of_command  # its starter waits for it, not we
         return exit_code_of(target.pid, target.pidfd) if target.pidfd >= 0 else None
 
-    def _bury_one(self, one: _Ended, code: int | None) -> None:
+    def _read_last(self, one: _Ended) -> None:
+        """All of its records and counters; then its slot is free, while its parent may still take its time."""
         target = one.target
-        self._shims.retire(target, one.at_ns)
-        self.send_counts(target, self._clock())
-        self._shims.forget(target)
+        if not one.is_read:
+            one.is_read = True
+            self._shims.retire(target, one.at_ns)
+            self.send_counts(target, self._clock())
+            self._shims.forget(target)
+            self._slots.pop(target.slot, None)
+
+    def _tell_end(self, one: _Ended, code: int | None) -> None:
         signal = (code & 0x7F) or None if code is not None else None
         plain = None if code is None or signal else code >> 8 & 0xFF
         self.no_code += code is None
-        self._send(Kind.EXIT, {"proc": target.proc, "at_ns": one.at_ns, "code": plain, "signal": signal})
-        target.close()
-        self._slots.pop(target.slot, None)
+        self._send(Kind.EXIT, {"proc": one.target.proc, "at_ns": one.at_ns, "code": plain, "signal": signal})
+        one.target.close()
 
     def send_counts(self, target: Target, now: int) -> None:
         """Counters of one process that changed since they were last sent."""

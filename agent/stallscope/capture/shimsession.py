@@ -68,9 +68,11 @@ class ShimSession(Loop):
 
     def _pump_once(self, force: bool) -> bool:
         # Before the records: a process that has ended by now has handed over what it had.
-        for handed in self._handover.take(self._clock()) if self._handover else ():
+        came = self._handover.take(self._clock()) if self._handover else []
+        for handed in came:
             self.population.take(handed)
-        return self.shims.drain() if force or self.outbox.bulk_ok else False
+        has_more = self.shims.drain() if force or self.outbox.bulk_ok else False
+        return has_more or bool(came)
 
     def _read_news(self) -> None:
         self.population.watch()
@@ -88,7 +90,7 @@ class ShimSession(Loop):
         return self.shims.inflight(0 if final else INFLIGHT_MIN_NS, now, as_counted=final)
 
     def _let_go(self) -> None:
-        self._pump()
+        self._pump(force=True)  # what was handed over and not taken yet, too
         self.population.watch()
         others = len(self.population.live())
         if self._is_command and others:
@@ -98,11 +100,11 @@ class ShimSession(Loop):
     def _oddities(self) -> dict[str, int]:
         turned_away = self.population.turned_away
         return {
-            "hand-overs of segments made no sense": self._handover.refused if self._handover else 0,
+            "hand-overs of segments made no sense and were refused": self._handover.refused if self._handover else 0,
             "segments of shims were not read": self.shims.refused,
             "processes with a shim got no slot": turned_away["segments"],
             "times a process was not listed: there are too many": turned_away["processes"],
-            "processes ended in a way that only their parents know": self.population.no_code,
+            "processes have ended whose parents alone know how: their exit codes are null": self.population.no_code,
         }
 
     def close(self) -> None:
