@@ -15,7 +15,7 @@ from stallscope.capture import shims as module
 from stallscope.capture.held import PLACES
 from stallscope.capture.rings import SlotChanges, Thread
 from stallscope.capture.segment import Mode
-from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, TRIES, Shims, ShimSettings
+from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, UNREADY_NS, Shims, ShimSettings
 from stallscope.capture.sums import Sums
 from stallscope.wire.frames import Kind
 
@@ -169,10 +169,12 @@ def test_counters_go_on_over_an_exec(world: World) -> None:
 def test_one_that_is_not_finished_yet(world: World) -> None:
     """Found before its header was written: not worth a word, unless it stays so."""
     fd = memfd()
-    for _ in range(TRIES - 1):
+    for _ in range(9):
         assert not world.shims.adopt(target(), os.dup(fd), is_own=False)
     assert world.sent.frames == []
-    assert not world.shims.adopt(target(), os.dup(fd), is_own=False)
+    for _ in range(2):
+        world.now += UNREADY_NS + 1
+        assert not world.shims.adopt(target(), os.dup(fd), is_own=False)
     assert world.shims.refused == 1
     FakeSegment.plan(fd)
     assert world.shims.adopt(target(), fd, is_own=False)

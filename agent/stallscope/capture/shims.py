@@ -30,7 +30,7 @@ __all__ = ["ShimSettings", "Shims"]
 BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
 CATCH_UP_ROUNDS = 32
-TRIES, MAX_TRIED = 4, 1024
+UNREADY_NS, MAX_UNREADY = 2_000_000_000, 1024
 IDLE_LOOKS, MOST_REST = 10, 4
 LATE_NS = 1_000_000_000
 NCCL_HOOK = BY_NAME["ncclCommInitRank"].id
@@ -64,7 +64,7 @@ class Shims:
         self._lost: Counter[str] = Counter()
         self._begun_ns = clock()
         self._tap = False
-        self._tries: dict[tuple[int, int], int] = {}
+        self._unready: dict[tuple[int, int], tuple[int, bool]] = {}
         self.refused = 0
         self.prepare: Callable[[Target], bool] = lambda target: True
 
@@ -146,10 +146,12 @@ class Shims:
 
     def _unreadable(self, target: Target, file: tuple[int, int], why: str, *, is_own: bool) -> None:
         """One that is only found may not be finished yet: it is looked at again, and told when it stays as it is."""
-        tries = self._tries.get(file, 0) + 1
-        if len(self._tries) < MAX_TRIED or file in self._tries:
-            self._tries[file] = tries
-        if is_own or tries == TRIES:
+        now = self._now()
+        first_ns, told = self._unready.get(file, (now, False))
+        is_due = is_own or (now - first_ns > UNREADY_NS and not told)
+        if len(self._unready) < MAX_UNREADY or file in self._unready:
+            self._unready[file] = (first_ns, told or is_due)
+        if is_due:
             self.refuse(target, why)
 
     def refuse(self, target: Target | None, why: str) -> None:
