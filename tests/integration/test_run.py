@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shutil
@@ -17,6 +18,9 @@ import pytest
 from harness import ROOT, SIM_LIB, STALLSCOPE, TARGETS, balance
 from run_kit import SHIM, Ran, Running, environment, everything, run
 from test_attach_counts import WAYS, check_long_waits, hooked, own
+from test_late_communicators import VERSION, pids_of
+
+from stallscope.aggregate.identity import comm_hash
 
 PYTHON = sys.executable
 
@@ -322,3 +326,30 @@ def test_exit_codes_of_the_whole_tree() -> None:
     assert (None, 9) in ends and set(ends) <= {*known, (None, None)}
     if not any("whose parents alone know" in note for note in done.report["capture"]["notes"]):
         assert set(ends) == known
+
+
+def test_communicators_of_a_job(tmp_path: Path) -> None:
+    """Members, ranks, devices, ids and numbers of all of them, children too, are the job's own."""
+    truth = tmp_path / "truth.json"
+    command = [PYTHON, "-m", "stallscope.sim.job", "--ranks=4", "--duration=2", f"--truth={truth}"]
+    done = run(command, env=environment(STALLSCOPE_SIM_DEVICES="4"))
+    assert done.code == 0, done.err
+    told = json.loads(truth.read_text())
+    ranks = {pid: rank for rank, pid in enumerate(pids_of(told))}
+    found = {tuple(ranks[m["pid"]] for m in sorted(c["members"], key=lambda m: m["rank"])): c
+             for c in done.report["communicators"]}  # fmt: skip
+    wanted = {tuple(c["ranks"]): c for c in told["communicators"] if len(c["ranks"]) > 1}
+    assert found.keys() == wanted.keys() and len(found) == len(done.report["communicators"])
+    for members, comm in wanted.items():
+        row, uid = found[members], comm["unique_id"]
+        assert (row["nranks"], row["identity"], row["unique_id"]) == (len(members), "verified", uid or None)
+        assert [m["device"] for m in row["members"]] == list(members)
+        assert len({m["next_seq"] for m in row["members"]}) == 1
+        if uid:
+            assert row["comm_hash"] == f"{comm_hash(bytes.fromhex(uid), VERSION) or 0:016x}"
+    calls: Counter[str] = Counter()
+    for rank in told["ranks"]:
+        calls.update(hooked(rank["calls"]))
+    seen = own(done.report)
+    assert seen.pop("cuLaunchKernelEx") > 0  # NCCL's own launches, which the job does not count
+    assert seen == calls and closes(done.report)
