@@ -124,7 +124,8 @@ void segment__close(struct segment *s);
 void segment__facts(const struct segment *s, struct segment_facts *out);
 int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b);
 uint64_t segment__pending(struct segment *s); /* records that a drain has not taken yet */
-int segment__counts(struct segment *s, struct counters_delta *out);
+int segment__counts(struct segment *s, uint32_t is_over,
+                    struct counters_delta *out); /* is_over: the process has ended */
 /* as_counted: those that were under way when segment__counts looked. */
 int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, uint32_t as_counted,
                       struct wire_row *out, uint32_t max);

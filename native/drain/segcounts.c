@@ -51,34 +51,41 @@ static uint64_t under_way(const struct shot *x, uint32_t hook) {
 }
 
 /* Calls without an account: their records wait in the rings, or are gone. The first are held back, as if they had not
- * been made yet: a reader who takes no more records would not find them again. The others are lost; which hooks' they
- * were is certain when nothing waits. */
-static void settle(struct seg_reader *r, struct shot *x, bool whole) {
+ * been made yet: a reader who takes no more records would not find them again. So is one that the thread is about to show
+ * or to record: whoever reads may have taken the processor from it there. The others are lost; which hooks' they were is
+ * certain when nothing waits. is_over: the process has ended, and nothing comes any more. */
+static void settle(struct seg_reader *r, struct shot *x, bool whole, bool is_over) {
   uint64_t waiting = x->head - r->tail + (x->vital_head - r->vital_tail), gone_now = 0;
+  uint64_t between = !is_over && !r->behind;
   for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
     struct wire_count *row = &x->rows[i];
     uint64_t told = row->lost + row->sampled_out + row->filtered + r->events[i] + r->missed[i] + under_way(x, i);
-    uint64_t open = row->calls > told ? row->calls - told : 0;
-    uint64_t held = open < waiting ? open : waiting, gone = r->behind ? open - held : 0;
+    uint64_t open = row->calls > told ? row->calls - told : 0, held = open < waiting ? open : waiting;
+    if (open > held && between) {
+      between = 0;
+      held++;
+    }
+    uint64_t gone = r->behind || is_over ? open - held : 0;
     row->calls -= held;
+    if (row->nested > row->calls) row->nested = row->calls;
     if (whole && !waiting) r->missed[i] += gone;
     else row->lost += gone;
     gone_now += r->missed[i];
     row->lost += r->missed[i];
   }
-  if (!whole || waiting || !r->behind) return;
+  if (!whole || waiting || !(r->behind || is_over)) return;
   r->behind = false;
   r->overwritten = gone_now;
 }
 
-static int sum_counts(struct segment *s, struct wire_count *sums) {
+static int sum_counts(struct segment *s, bool is_over, struct wire_count *sums) {
   struct shot x;
   seg_copy(s, SEG_HOMELESS_AT, sums, WIRE_HOOKS * sizeof(*sums));
   for (uint32_t block = 0; block < seg_used(s); block++) {
     struct seg_reader *r = seg_reader_of(s, block);
     if (!r) return -ENOMEM;
     bool whole = shoot(s, block, &x);
-    settle(r, &x, whole);
+    settle(r, &x, whole, is_over);
     memcpy(r->frames, x.frames, sizeof(r->frames));
     r->n_frames = x.n_frames;
     for (uint32_t i = 0; i < WIRE_HOOKS; i++) seg_add(&sums[i], &x.rows[i]);
@@ -121,10 +128,10 @@ static void tell_time(struct segment *s, uint32_t time_id, struct counters_delta
   out->timed[out->n_times++] = (uint16_t)time_id;
 }
 
-int segment__counts(struct segment *s, struct counters_delta *out) {
+int segment__counts(struct segment *s, uint32_t is_over, struct counters_delta *out) {
   struct wire_count sums[WIRE_HOOKS];
   out->n_counts = out->n_times = 0;
-  int ret = sum_counts(s, sums);
+  int ret = sum_counts(s, is_over, sums);
   if (ret) return ret;
   for (uint16_t i = 0; i < WIRE_HOOKS; i++) {
     if (!sums[i].calls) continue;

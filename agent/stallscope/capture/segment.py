@@ -229,14 +229,15 @@ class Segment:
         """Records that no drain has taken yet, overwritten ones included."""
         return int(lib.segment__pending(self._c))
 
-    def counts(self) -> SlotChanges:
+    def counts(self, *, is_over: bool = False) -> SlotChanges:
         """Rows that are not what they were at the last call, summed over all threads; values are cumulative.
 
         They are those of the records that were drained: a call whose record still waits in a ring is not counted yet,
-        one that is under way is. What was overwritten, or taken by a reader before this one, is `lost`.
+        one that is under way is. What was overwritten, or taken by a reader before this one, is `lost`, and when
+        the process has ended (`is_over`) so is what it died over.
         """
         d = self._delta
-        result = lib.segment__counts(self._c, d)
+        result = lib.segment__counts(self._c, is_over, d)
         if result < 0:
             raise OSError(-result, f"segment counts: {os.strerror(-result)}")
         counts = bytes(ffi.buffer(d.counts, d.n_counts * ffi.sizeof("struct wire_count")))
