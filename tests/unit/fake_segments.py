@@ -64,7 +64,7 @@ class FakeSegment:
         recs = min(recs, max_records)
         return Drained(memoryview(bytes([slot]) * 104 * recs), recs, memoryview(b""), 0)
 
-    def counts(self) -> SlotChanges:
+    def counts(self, *, is_over: bool = False) -> SlotChanges:
         found: SlotChanges = self.changes.pop(0) if self.changes else NO_CHANGES
         return found
 

@@ -30,6 +30,7 @@ class Shims:
     def __init__(self) -> None:
         self.adopted: dict[int, int] = {}
         self.retired: list[int] = []
+        self.unread: set[int] = set()
         self.prepare: Any = None
 
     def adopt(self, target: Any, fd: int) -> None:
@@ -44,6 +45,12 @@ class Shims:
 
     def retire(self, target: Any, at_ns: int) -> None:
         self.retired.append(target.pid)
+
+    def hasten(self, target: Any) -> None:
+        pass
+
+    def is_unread(self, target: Any) -> bool:
+        return target.pid in self.unread
 
     def retire_if_left(self, target: Any, at_ns: int) -> None:
         pass
@@ -194,6 +201,10 @@ def test_handed_over_and_gone_between_two_looks(world: World) -> None:
     world.kin.bury()
     assert len(world.sent.of(Kind.PROCESS)) == 1 and world.shims.adopted == {child.pid: 0}
     assert world.exits() == {}
+    world.shims.unread = {child.pid}  # more than one batch
+    world.look()
+    assert world.shims.retired == []
+    world.shims.unread = set()
     world.look()
     assert world.shims.retired == [child.pid]
 

@@ -62,7 +62,7 @@ class World:
             SimpleNamespace(forget=lambda linked: None),
             SimpleNamespace(close_later=lambda entries, returns: None),
         )
-        shims = SimpleNamespace(has=lambda target: False)
+        shims = SimpleNamespace(has=lambda target: False, hasten=lambda target: None, is_unread=lambda target: False)
         monkeypatch.setattr(module, "children_of", self._descendants)
         monkeypatch.setattr(module, "facts_of", self._facts)
         monkeypatch.setattr(module.os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))

@@ -206,6 +206,28 @@ def test_what_was_lost_before_anybody_looked(world: World) -> None:
     assert note["text"] == "its shim counts since its first call, which was 7 s before it was looked at"
 
 
+def test_a_process_that_lies_about_its_time(world: World) -> None:
+    """The newest instant of a stream is the aggregator's clock."""
+    fd = memfd()
+    FakeSegment.plan(fd).header.mono_ns = world.now * 9
+    world.shims.adopt(target(), fd)
+    assert [since for _, _, since in world.told] == [world.now]
+
+
+def test_one_that_never_has_enough(world: World) -> None:
+    """Nobody waits for the end of what a target makes up."""
+    fd = memfd()
+    planned = FakeSegment.plan(fd)
+    process = target()
+    world.shims.adopt(process, fd)
+    planned.opened.batches = [BATCH_RECORDS] * 1000
+    world.shims.hasten(process)
+    assert world.shims.is_unread(process)
+    assert world.shims.drain() and world.shims.is_unread(process)
+    world.shims.retire(process, world.now)
+    assert len(planned.opened.batches) > 900 and not world.shims._held[process.proc].is_open
+
+
 def test_no_slot(world: World) -> None:
     """More processes than the tables have room for."""
     fd = memfd()

@@ -36,6 +36,7 @@ class Held:
 
     Attributes:
         fd: the segment, locked unless another capture reads it (`is_passive`).
+        begun_ns: when it was made.
         unread: whether records older than the mark may wait in it.
         idle, rest: looks since it had a record, and how many more are let go by without one.
         is_open: False once it was read to its end, or made no sense.
@@ -47,6 +48,7 @@ class Held:
     file: tuple[int, int]
     is_passive: bool
     losses: Losses
+    begun_ns: int
     sums: Sums = field(default_factory=Sums)
     lost_before: dict[str, int] = field(default_factory=dict)
     unread: bool = True

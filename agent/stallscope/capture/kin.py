@@ -225,6 +225,7 @@ class Kin:
     def _gone(self, target: Target) -> None:
         target.ended = True
         self._by_pid.pop(target.pid, None)
+        self._shims.hasten(target)
         self._ended.append(_Ended(target, self._clock(), self._look))
 
     def command_ended(self, code: int) -> None:
@@ -237,7 +238,8 @@ class Kin:
             if one.look >= self._look and not final:
                 continue
             self._adopt_pending()
-            if any(target is one.target for target, _ in self._pending):
+            waits_for_slot = any(target is one.target for target, _ in self._pending)
+            if waits_for_slot or (self._shims.is_unread(one.target) and not final):
                 continue
             self._read_last(one)
             code = self._code(one.target)

@@ -28,7 +28,7 @@ from stallscope.wire.frames import Kind
 __all__ = ["POLL_MS", "Crowd", "Loop"]
 
 POLL_MS = 10
-ROUNDS = 16
+ROUNDS, FORCED_ROUNDS = 16, 4096
 TICK_PERIOD_NS = 250_000_000
 SLOW_PERIOD_NS = 1_000_000_000
 INFLIGHT_MIN_NS = 100_000_000
@@ -185,9 +185,12 @@ class Loop(ABC):
         return self.shims.threads(target)
 
     def _pump(self, *, force: bool = False) -> None:
-        """Take what the rings hold, at most ROUNDS batches; with `force` all of it, however full the queue is."""
-        rounds = 0
-        while (force or rounds < ROUNDS) and self._pump_once(force) and not self.outbox.broken:
+        """Take what the rings hold, at most ROUNDS batches; with `force` all of it, however full the queue is.
+
+        Even then not for ever: a segment's positions are the target's word.
+        """
+        rounds, most = 0, FORCED_ROUNDS if force else ROUNDS
+        while rounds < most and self._pump_once(force) and not self.outbox.broken:
             rounds += 1
             if force:
                 self._wait_for_aggregator()

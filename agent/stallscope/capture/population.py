@@ -265,6 +265,7 @@ class Population:
         target = self._by_pid.pop(pid, None)
         if target is not None:
             target.ended = True
+            self._shims.hasten(target)
             self._dead.append(_Ended(target, code, ts_ns, self._tables.newest()))
 
     def check(self) -> None:
@@ -299,7 +300,8 @@ class Population:
 
     def bury(self, *, final: bool = False) -> None:
         """Last counters of ended processes whose records have all been sent; then their slots are free again."""
-        ready = [dead for dead in self._dead if self._tables.read_up_to(dead.newest)]
+        read = [dead for dead in self._dead if self._tables.read_up_to(dead.newest)]
+        ready = [dead for dead in read if final or not self._shims.is_unread(dead.target)]
         self._dead = [dead for dead in self._dead if dead not in ready]
         for dead in ready:
             target = dead.target

@@ -115,9 +115,9 @@ class Shims:
         self.retire(target, self._now())
         if self._counter is None:
             self._counter = Clock()
-        begun_ns = segment.header.mono_ns
+        begun_ns = min(segment.header.mono_ns, self._now())  # the target's word, and nobody's clock may be set by it
         losses = Losses(partial(losses_of, segment), self._outbox.send, "shim", target.proc, since_ns=begun_ns)
-        held = Held(target, segment, fd, file, not lock(fd), losses)
+        held = Held(target, segment, fd, file, not lock(fd), losses, begun_ns)
         if before := self._held.get(target.proc):
             held.sums, held.lost_before = before.sums, before.lost_before
         self._held[target.proc] = held
@@ -198,6 +198,16 @@ class Shims:
         for held in self._held.values():
             held.unread, held.rest = True, 0
 
+    def hasten(self, target: Target) -> None:
+        """The process has ended: what it left is read at the next look."""
+        if (held := self._held.get(target.proc)) is not None:
+            held.unread, held.rest = held.is_open, 0
+
+    def is_unread(self, target: Target) -> bool:
+        """Whether the process may have left more than was read since `hasten`."""
+        held = self._held.get(target.proc)
+        return held is not None and held.unread
+
     def is_told(self) -> bool:
         """Whether every record from before the mark has been sent."""
         return not any(held.unread for held in self._held.values())
@@ -221,7 +231,7 @@ class Shims:
         if batch is not None:
             self._pace(held, batch)
             if batch.n_uids:  # which NCCL it is says how a communicator's hash comes about: before its creation
-                self._links.tell(held.target, (NCCL_HOOK,), held.segment.header.mono_ns)
+                self._links.tell(held.target, (NCCL_HOOK,), held.begun_ns)
             self._outbox.send_records(batch)
         return held.unread
 
@@ -256,10 +266,10 @@ class Shims:
         held = self._held[target.proc]
         return held.sums.add(self._guarded(held, partial(self._counts, held), otherwise))
 
-    def _counts(self, held: Held) -> SlotChanges:
+    def _counts(self, held: Held, *, is_over: bool = False) -> SlotChanges:
         """With the libraries told first that are new in them."""
-        found = held.segment.counts()
-        self._links.tell(held.target, found.hooks, held.segment.header.mono_ns)
+        found = held.segment.counts(is_over=is_over)
+        self._links.tell(held.target, found.hooks, held.begun_ns)
         return found
 
     def inflight(self, min_age_ns: int, now_ns: int, *, as_counted: bool = False) -> list[Any]:
@@ -296,8 +306,9 @@ class Shims:
         held = self._held.get(target.proc)
         if held is None or not held.is_open:
             return
-        while self._drain(held) and not self._outbox.broken:
-            pass
+        rounds = CATCH_UP_ROUNDS
+        while rounds and self._drain(held):
+            rounds -= 1
         lost = [record for row in self._rows(held) for record in abandoned(row, target.pid, target.slot, at_ns)]
         if lost:
             self._outbox.send(Kind.EVENTS, {"count": len(lost), "data": b"".join(lost)})
@@ -318,7 +329,7 @@ class Shims:
             self.retire(target, at_ns)
 
     def _read_last(self, held: Held) -> None:
-        send_changes(self._outbox.send, held.target, held.sums.add(self._counts(held)), self._now())
+        send_changes(self._outbox.send, held.target, held.sums.add(self._counts(held, is_over=True)), self._now())
         held.sums.close()
         held.losses.finish(self._now())
         held.lost_before = added(held.lost_before, held.losses.totals())
