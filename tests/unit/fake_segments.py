@@ -50,7 +50,9 @@ class FakeSegment:
         made = cls.__new__(cls)
         pid = os.getpid() if pid is None else pid
         ticks = start_ticks_of(os.getpid()) if ticks is None else ticks
-        header = SimpleNamespace(pid=pid, start_ticks=ticks, mono_ns=10**12, hooks=frozenset({LAUNCH}), mode=Mode.FULL)
+        header = SimpleNamespace(
+            pid=pid, start_ticks=ticks, mono_ns=10**12, hooks=frozenset({LAUNCH}), mode=Mode.FULL, readers=0
+        )
         made.__dict__.update(
             header=header, batches=[], rows=[], changes=[], lost={}, table=[], modes=[], opened=None, bad=None, **more
         )

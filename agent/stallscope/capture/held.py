@@ -17,7 +17,7 @@ __all__ = ["ODD", "PLACES", "Held", "added", "is_of", "losses_of", "table_row"]
 
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
-    "overwritten": "overwritten in the shim's ring, or taken by a capture before this one",
+    "overwritten": "the shim's ring was overwritten before it was read",
     "vital_full": "the shim's vital ring was full",
     "no_ring": "the shim had no ring for the thread",
     "busy": "called by a signal handler while the shim wrote a record",

@@ -124,7 +124,7 @@ class Shims:
         target.preloaded = True
         self._set_mode(held)
         self._begin(held, is_late=begun_ns < self._now() - LATE_NS)
-        if begun_ns < self._begun_ns - LATE_NS:
+        if begun_ns < self._begun_ns - LATE_NS and not segment.header.readers:
             age_s = (self._now() - begun_ns) / 1e9
             self._note(target, f"its shim counts since its first call, which was {age_s:.0f} s before it was looked at")
 
