@@ -35,16 +35,21 @@ enum wire_kind {
   WIRE_FORK = 4,      /* a[0] child tgid, a[1] its slot or 0 when no slot was free */
   WIRE_EXEC = 5,      /* a[0] tid before the exec; a[1]: 1 = not in the main thread */
   WIRE_EXIT = 6,      /* a[0] exit code as wait(2) encodes it; the last thread of the process */
+  WIRE_STARTED =
+      7, /* the GPU began the operation; hook and n as in its WIRE_ENTER, the communicator at its place in a[] */
+  WIRE_FINISHED = 8, /* likewise: this GPU has ended its part */
+  WIRE_QUEUED = 9,   /* likewise: it stands in the GPU's queue, and the same witness will tell when it begins */
 };
 
 enum wire_flag {
-  WIRE_NESTED = 1,   /* inside a call of the same family: the outer one is the call */
-  WIRE_ENTERED = 2,  /* WIRE_DONE, WIRE_ABANDONED: a WIRE_ENTER of the same call was submitted */
-  WIRE_NO_STACK = 4, /* stack arguments could not be read: a[6], a[7] are meaningless */
-  WIRE_NO_OUT = 8,   /* the result behind a pointer could not be read */
-  WIRE_ALWAYS = 16,  /* recorded by rule (long, error, never sampled), not by chance */
-  WIRE_LEFT = 64,    /* in INFLIGHT frames: the thread has left the call without a return (longjmp) */
-  WIRE_NO_SEQ = 32,  /* the communicator table was full: n is no sequence number */
+  WIRE_NESTED = 1,      /* inside a call of the same family: the outer one is the call */
+  WIRE_ENTERED = 2,     /* WIRE_DONE, WIRE_ABANDONED: a WIRE_ENTER of the same call was submitted */
+  WIRE_NO_STACK = 4,    /* stack arguments could not be read: a[6], a[7] are meaningless */
+  WIRE_NO_OUT = 8,      /* the result behind a pointer could not be read */
+  WIRE_ALWAYS = 16,     /* recorded by rule (long, error, never sampled), not by chance */
+  WIRE_LEFT = 64,       /* in INFLIGHT frames: the thread has left the call without a return (longjmp) */
+  WIRE_NO_SEQ = 32,     /* the communicator table was full: n is no sequence number */
+  WIRE_BY_PLUGIN = 128, /* WIRE_STARTED to WIRE_QUEUED: told by NCCL's profiler plugin, else by a pair of CUDA events */
 };
 
 /* Places where something is turned away; index into the ctl map. */

@@ -122,3 +122,21 @@ def test_a_gpu_that_did_not_begin_is_named_where_begins_are_known() -> None:
         (verdict,) = judge(Job(layout, programs, ahead=ahead).view(known="all", start=True))
         assert (verdict.kind, verdict.culprits, verdict.key) == ("GPU_STUCK", (1,), (3, "c", 20))
         assert verdict.evidence == "gpu_start"
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("kind", ["gpu-stuck", "transport-stuck"])
+def test_what_began_on_the_gpu_tells_a_stuck_gpu_from_a_stuck_transport(kind: str, seed: int) -> None:
+    """A witness on every GPU: the rank whose GPU does not come to it, or nobody, and which operation."""
+    made = case(kind, seed)
+    (verdict,) = judge(made.job.view(known="gpu", start=True))
+    assert (verdict.evidence, verdict.kind) == ("gpu_start", KINDS[kind] if kind == "transport-stuck" else "GPU_STUCK")
+    assert verdict.culprits == (() if kind == "transport-stuck" else (made.rank,))
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"gpu-stuck", "transport-stuck"}))
+def test_a_witness_changes_no_other_verdict(kind: str) -> None:
+    for seed in range(12):
+        made = case(kind, seed)
+        verdicts = judge(made.job.view(known="gpu", start=True))
+        assert [(v.kind, v.culprits) for v in verdicts] == [(KINDS[kind], made.culprits)], seed

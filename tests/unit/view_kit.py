@@ -299,7 +299,8 @@ class Job:
     # Views.
 
     def view(self, *, window: int = 2000, known: str = "host", start: bool = False, settle_ns: int = 10**10) -> View:
-        """known: "host" (what hosts have waited for), "none", "all" (the truth). start: with begins on the GPU."""
+        """known: "host" (what hosts have waited for), "none", "all" (the truth), "gpu" (what each GPU has ended, as a
+        witness tells it). start: with begins on the GPU."""
         ranks = []
         for r in range(self.layout.n):
             ops = self.issued[r]
@@ -319,10 +320,11 @@ class Job:
         is_pair = item.what in ("send", "recv")
         redop = 0 if item.api in ("ncclAllReduce", "ncclReduceScatter", "ncclReduce") else -1
         signature = Signature("p2p" if is_pair else item.api, item.elements, item.dtype, redop, item.root)
-        done = {"host": op.known, "none": False, "all": op.done}[known]
+        symmetric = item.what == "recv" or item.api in ("ncclAllReduce", "ncclReduceScatter")
+        done = {"host": op.known, "none": False, "all": op.done, "gpu": op.done and symmetric}[known]
         began = op.begun if start else None
         return Operation(op.rank, pos, op.key, item.api, signature, item.stream, op.enter_ns, op.returned, op.batch,
-                         done, began)  # fmt: skip
+                         done, began, known == "gpu" and op.done)  # fmt: skip
 
 
 def with_fault(layout: Layout, kind: str, rank: int, at: int, steps: int, *, comm: str = "", other: str = "world",

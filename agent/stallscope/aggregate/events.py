@@ -14,16 +14,20 @@ from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.process import Process
 from stallscope.wire.columns import REC
 
-__all__ = ["ABANDONED", "CALL", "DONE", "ENTER", "ENTERED", "LEFT", "NESTED", "NO_OUT", "NO_SEQ", "Events"]
+__all__ = ["ABANDONED", "CALL", "DONE", "ENTER", "ENTERED", "FINISHED", "LEFT", "NESTED", "NO_OUT", "NO_SEQ", "QUEUED",
+           "STARTED", "Events"]  # fmt: skip
 
-CALL, ENTER, DONE, ABANDONED, LAST_KIND = 0, 1, 2, 3, 6
+CALL, ENTER, DONE, ABANDONED = 0, 1, 2, 3
+STARTED, FINISHED, QUEUED = 7, 8, 9  # what a GPU did: no calls
+LAST_KIND = QUEUED
 NESTED, ENTERED, NO_OUT, NO_SEQ, LEFT = 1, 2, 8, 32, 64
 WIRE_PROCS = 128
 LONGEST = 5
 COMM_BITS = 57  # user addresses end there with five page table levels
 
 # A DONE whose ENTER was sent is the second record of one call.
-_IS_EVENT = np.array([kind <= ABANDONED and not (kind >= DONE and entered) for kind in range(8) for entered in (0, 1)])
+_KINDS = range(LAST_KIND + 1)
+_IS_EVENT = np.array([kind <= ABANDONED and not (kind >= DONE and entered) for kind in _KINDS for entered in (0, 1)])
 
 
 class Events:

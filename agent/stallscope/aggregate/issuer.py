@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stallscope.aggregate.numbering import OPERATION
 from stallscope.aggregate.process import Process
@@ -58,6 +60,8 @@ class Issuer:
     Attributes:
         log: OPERATION rows; waits: WAIT rows; entries: NCCL entries that came as records, nested ones too.
         tids: threads that issued, the newest last.
+        early: what was told of the GPU's side before the entries came: records, and their communicators.
+        untold_ns: of operations issued until then, it may be lost that the GPU began them.
     """
 
     def __init__(self, process: Process) -> None:
@@ -73,6 +77,8 @@ class Issuer:
         self.settled = 0
         self.stale = False  # rows before `settled` have to be told
         self.timed_out_ns: int | None = None
+        self.early: tuple[NDArray[Any], NDArray[Any]] | None = None
+        self.untold_ns = 0
         self.promised = 0  # NCCL entries that the counters in the kernel had seen a while ago
 
     def waited_ns(self, from_ns: int, to_ns: int) -> int:

@@ -24,11 +24,13 @@ REDOP_NONE = ROOT_NONE = -1
 OPERATION = np.dtype(
     [("ts_ns", "<i8"), ("enter_ns", "<i8"), ("pointer", "<u8"), ("stream", "<u8"), ("elements", "<u8"),
      ("index", "<i8"), ("batch", "<i8"), ("tid", "<u4"), ("n", "<u4"), ("root", "<i4"), ("redop", "<i4"),
-     ("hook", "<u2"), ("api", "<u2"), ("dtype", "<i2"), ("kind", "u1"), ("flags", "u1")]
+     ("hook", "<u2"), ("api", "<u2"), ("dtype", "<i2"), ("kind", "u1"), ("flags", "u1"),
+     ("queued_ns", "<i8"), ("begun_ns", "<i8"), ("ended_ns", "<i8")]
 )  # fmt: skip
 """One call. enter_ns: when it was issued, 0 while its group is open; index: its number in its communicator, of
 collectives or of sends or receives with that peer; batch: number of the group, else its own; api: the hook that stands
-for all spellings of the function."""
+for all spellings of the function; queued_ns, begun_ns, ended_ns: when it came to the GPU's queue, when the GPU began it
+and ended its part, 0 where nobody told (aggregate/device.py)."""
 
 
 class Arguments:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from stallscope.aggregate.arrivals import Arrivals
 from stallscope.aggregate.communicators import Communicators
-from stallscope.aggregate.events import CALL, DONE, ENTER, NESTED, NO_SEQ
+from stallscope.aggregate.device import forget, told_by_device
+from stallscope.aggregate.events import CALL, DONE, ENTER, NESTED, NO_SEQ, STARTED
 from stallscope.aggregate.hooks import Hooks
 from stallscope.aggregate.issuer import Issuer, Place
 from stallscope.aggregate.limits import LIMITS, Overflow
@@ -69,7 +70,7 @@ class Operations:
         entries = self.is_told[hook] & ((kind == ENTER) | (kind == CALL))
         waits = self.wait_facts.chosen(recs)
         timed_out = self.is_told[hook] & (kind == DONE) & (recs["status"] == TIMEOUT)
-        chosen = entries | waits | timed_out
+        chosen = entries | waits | timed_out | (self.is_told[hook] & (kind >= STARTED))
         if not chosen.any():
             return
         self._pending.append((slots, recs[chosen]))
@@ -104,6 +105,13 @@ class Operations:
         return self.issuers[process.proc]
 
     def _take(self, issuer: Issuer, recs: Array) -> None:
+        is_device = recs["kind"] >= STARTED
+        self._take_calls(issuer, recs[~is_device])
+        if issuer.early is not None or is_device.any():
+            told = recs[is_device]
+            told_by_device(issuer, told, self.arguments.take("comm", told["hook"], told["a"]))
+
+    def _take_calls(self, issuer: Issuer, recs: Array) -> None:
         is_entry = self.is_told[recs["hook"]]
         self._take_waits(issuer, recs[~is_entry])
         timed_out = is_entry & (recs["kind"] == DONE)
@@ -255,6 +263,7 @@ class Operations:
             rows = issuer.log.newest(len(issuer.log))
             issuer.log.update("kind", rows["pointer"] == pointer, OTHER)  # numbers of another communicator
             issuer.old_places.append(place)
+            forget(issuer, pointer)
             del issuer.old_places[:-64]
 
     def moved(self, proc: int, pointer: int) -> None:

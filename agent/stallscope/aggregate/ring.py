@@ -47,5 +47,8 @@ class Ring:
 
     def update(self, field: str, chosen: NDArray[np.bool_], value: int) -> None:
         """Set a field of the rows that `chosen` marks, in the order of `newest(len(self))`."""
-        places = (self.total - len(self) + np.flatnonzero(chosen)) & (len(self._rows) - 1)
-        self._rows[field][places] = value
+        self.assign(field, np.flatnonzero(chosen), value)
+
+    def assign(self, field: str, places: NDArray[Any], values: NDArray[Any] | int) -> None:
+        """Set a field of the rows at these places in the order of `newest(len(self))`."""
+        self._rows[field][(self.total - len(self) + places) & (len(self._rows) - 1)] = values

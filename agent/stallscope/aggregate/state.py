@@ -81,6 +81,7 @@ class State:
         now_ns: the newest instant that a frame told; the only clock here.
         dropped: why the source was dropped, None while it is good.
         complete: whether the capture said goodbye.
+        holes: by process, None for any of them: until when records may be missing.
     """
 
     def __init__(self) -> None:
@@ -94,6 +95,7 @@ class State:
         self.unknown_kinds = 0
         self.gaps: list[Gap] = []
         self.blind: dict[int | None, set[frozenset[int] | None]] = {}
+        self.holes: dict[int | None, int] = {}
         self._gap_keys: set[tuple[Any, ...]] = set()
         self.notes: list[tuple[int | None, str]] = []
         self.lost_by: dict[str, int] = {}
@@ -276,6 +278,7 @@ class State:
         if gap[:-1] in self._gap_keys:
             return
         self._blind_by(gap)
+        self.holes[gap.proc] = max(self.holes.get(gap.proc, 0), gap.to_ns)
         if not self.overflow.full("gaps", len(self.gaps)):
             self._gap_keys.add(gap[:-1])
             self.gaps.append(gap)

@@ -226,7 +226,7 @@ class Looker:
     def _operation(
         self, issuer: Issuer, rank: int, comm: int, place: Place, row: Any, pos: int, returned: bool
     ) -> Operation | None:
-        _, enter_ns, _, stream, elements, number, batch, _, _, root, redop, _, api, dtype, kind, _ = row
+        _, enter_ns, _, stream, elements, number, batch, _, _, root, redop, _, api, dtype, kind, _ = row[:16]
         name = self.state.hooks.get(api).name
         if kind == COLLECTIVE:
             key: Key = (comm, "c", number + (place.base or 0))
@@ -241,8 +241,19 @@ class Looker:
                 base = 0
             ends = (place.rank, root) if kind == SEND else (root, place.rank)
             key, signature = (comm, "p", *ends, number + base), Signature("p2p", elements, dtype, -1, -1)
-        done = self._done(issuer, place, kind, key, stream, enter_ns)
-        return Operation(rank, pos, key, name, signature, stream, enter_ns, returned, batch, done)
+        done, ended = self._done(issuer, place, kind, key, stream, enter_ns), row[18] > 0
+        # One of these ends nowhere before all have begun it; a send or a broadcast may.
+        done |= ended and (kind == RECV or name in SYMMETRIC)
+        started = self._started(issuer, enter_ns, *row[16:19])
+        return Operation(rank, pos, key, name, signature, stream, enter_ns, returned, batch, done, started, ended)
+
+    def _started(self, issuer: Issuer, enter_ns: int, queued_ns: int, begun_ns: int, ended_ns: int) -> bool | None:
+        """Whether the GPU began it. That it did not is known only of what a witness saw in the queue, without gaps."""
+        if begun_ns or ended_ns:
+            return True
+        holes = self.state.holes
+        hole_ns = max(issuer.untold_ns, holes.get(None, 0), holes.get(issuer.process.proc, 0))
+        return False if queued_ns and enter_ns > hole_ns else None
 
     def _done(self, issuer: Issuer, place: Place, kind: int, key: Key, stream: int, enter_ns: int) -> bool:
         """Whether a wait that began after it, on its stream, has ended; only where all have come, to be safe."""

@@ -91,7 +91,7 @@ class Replay:
         proves = [comm.aligned and rank in self.sure[c] for c, comm in enumerate(self.view.comms)]
         fired, unit_of, lane_of = self.fired[rank], self._unit_of[rank], self._lane_of[rank]
         used, at = self._used[rank], self.at
-        for index, (_, _, key, _, _, stream, _, returned, batch, done, started) in enumerate(
+        for index, (_, _, key, _, _, stream, _, returned, batch, done, started, ended) in enumerate(
             self.view.ranks[rank].operations
         ):
             comm, kind = int(key[0]), key[1]
@@ -102,7 +102,7 @@ class Replay:
                 fired[index] = 1
                 continue
             is_api = kind in API_KINDS
-            if done or (is_api and returned):
+            if done or ended or (is_api and returned):
                 fired[index] = 1
             if (here := at.get(key)) is None:
                 here = at[key] = {}
@@ -119,7 +119,7 @@ class Replay:
             lane.ops.append(index)
             lane_of[index] = lane
             unit_of[index] = number = len(lane.begins) - 1
-            if done or started:
+            if done or started or ended:
                 lane.begun = number
         self._lanes[rank] = list(lanes.values())
 
@@ -133,7 +133,7 @@ class Replay:
             ops = self.view.ranks[rank].operations
             for lane in lanes:
                 if lane.begun >= 0:
-                    self._prove(lane, lane.begun + all(ops[i].done for i in lane.unit(lane.begun)))
+                    self._prove(lane, lane.begun + all(ops[i].done or ops[i].ended for i in lane.unit(lane.begun)))
                     todo.append((lane, 0))
         while todo:
             lane, begin = todo.pop()
@@ -313,7 +313,7 @@ class Replay:
 
     def is_known(self, op: Operation) -> bool:
         """Whether it is known to have ended, on this rank or another one."""
-        return op.done or op.key in self._ended or (op.key[1] in API_KINDS and op.returned)
+        return op.done or op.ended or op.key in self._ended or (op.key[1] in API_KINDS and op.returned)
 
     def next_number(self, rank: int, prefix: Key, begin: int = 0) -> int:
         """The number of the rank's first operation of a kind from a place in its window on, issued or not."""

@@ -51,6 +51,7 @@ class Operation(NamedTuple):
         batch: operations of one group have the same number: issued together, in no order.
         done: known to be complete. False says nothing.
         started: whether it began on the GPU; None where that is not known.
+        ended: this rank's GPU has ended its part, which says nothing of the other ranks. False says nothing.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Operation(NamedTuple):
     batch: int
     done: bool = False
     started: bool | None = None
+    ended: bool = False
 
 
 @dataclass

@@ -1,0 +1,183 @@
+"""What a witness tells of the GPU's side: joined to the operations, believed only without gaps, and what it decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from aggregate_kit import call
+from test_operations import POINTER, STREAM, Job
+
+from stallscope.aggregate.state import State
+from stallscope.diagnose.judge import judge
+from stallscope.diagnose.look import Looker
+from stallscope.diagnose.verdict import Verdict
+from stallscope.diagnose.view import Operation
+from stallscope.wire.frames import Kind
+from stallscope.wire.hook_table import BY_NAME
+
+STARTED, FINISHED, QUEUED, BY_PLUGIN = 7, 8, 9, 128
+
+
+class Told(Job):
+    """Two ranks whose NCCL has our plugin."""
+
+    def told(
+        self, proc: int, *kinds: int, n: int | None = None, api: str = "ncclAllReduce", at: int | None = None
+    ) -> None:
+        """Of the newest operation, or of number `n`."""
+        comm = BY_NAME[api].arguments.split().index("comm")
+        words = (*[0] * comm, POINTER[proc])
+        number = self.numbers[proc] - 1 if n is None else n
+        for kind in kinds:
+            self.recs.append(self.record(api, kind, slot=proc, tid=9, n=number, at=at, flags=BY_PLUGIN, a=words))
+
+    def gap(self, proc: int | None, to: int) -> None:
+        """Records that did not fit."""
+        self.add(Kind.GAP, source="shim", proc=proc, count=3, from_ns=0, to_ns=to, reason="vital ring full")
+
+
+def operations(state: State, rank: int = 0) -> list[Operation]:
+    return Looker(state, state.now_ns).view.ranks[rank].operations
+
+
+def begun(job: Told, rank: int = 0) -> list[bool | None]:
+    return [operation.started for operation in operations(job.state(), rank)]
+
+
+def test_an_operation_is_queued_then_begun_then_ended() -> None:
+    job = Told()
+    for kinds in ((), (QUEUED,), (QUEUED, STARTED), (QUEUED, STARTED, FINISHED)):
+        job.reduce(1)
+        job.told(1, *kinds)
+    found = operations(job.state())
+    assert [op.started for op in found] == [None, False, True, True]
+    assert [op.ended for op in found] == [False, False, False, True]
+
+
+def test_they_are_no_calls() -> None:
+    job = Told()
+    job.reduce(1)
+    before = job.state()
+    job.told(1, QUEUED, STARTED, FINISHED)
+    after = job.state()
+    assert (after.events.total, after.processes.table[1].events) == (
+        before.events.total,
+        before.processes.table[1].events,
+    )
+    assert after.operations.issuers[1].missing == 0
+
+
+def test_what_overtakes_the_entry_waits_for_it() -> None:
+    job = Told()
+    later = job.now + 1000
+    job.told(1, QUEUED, STARTED, n=0, at=later)
+    job.add(Kind.TICK, at_ns=later)
+    job.reduce(1)
+    assert begun(job) == [True]
+
+
+def test_what_is_told_late_is_not_taken_for_another_communicator() -> None:
+    """It had another one at that address, of whose operation 0 the end comes only now."""
+    job = Told()
+    job.reduce(1)
+    old = job.now
+    job.numbers[1] = 0
+    job.init_rank(0, proc=1, pointer=POINTER[1], uid=bytes(range(9, 17)) + bytes(120))
+    job.told(1, STARTED, n=0, at=old + 5)
+    job.reduce(1)
+    assert begun(job) == [None]
+
+
+def test_operations_are_told_apart_by_their_numbers() -> None:
+    job = Told()
+    for _ in range(3):
+        job.reduce(1)
+        job.told(1, QUEUED)
+    job.send(1, 1)
+    job.told(1, QUEUED, api="ncclSend")
+    job.reduce(1, elements=0)
+    job.told(1, STARTED, n=1)
+    job.told(1, STARTED, n=3, api="ncclSend")
+    job.told(1, STARTED, n=77)
+    assert begun(job) == [False, True, False, True]
+
+
+@pytest.mark.parametrize("api", ["ncclBroadcast", "ncclReduce", "ncclSend"])
+def test_one_rank_may_end_some_operations_before_others_begin_them(api: str) -> None:
+    job = Told()
+    words = {"ncclBroadcast": (1, 2, 8, 7, 0), "ncclReduce": (1, 2, 8, 7, 0, 0), "ncclSend": (1, 8, 7, 1)}[api]
+    job.call(1, api, *words, POINTER[1], STREAM)
+    job.told(1, QUEUED, STARTED, FINISHED, api=api)
+    (found,) = operations(job.state())
+    assert (found.ended, found.done) == (True, False)
+
+
+def test_a_received_message_and_a_symmetric_collective_end_for_all() -> None:
+    job = Told()
+    job.send(1, 1, "ncclRecv")
+    job.told(1, QUEUED, STARTED, FINISHED, api="ncclRecv")
+    job.reduce(1)
+    job.told(1, QUEUED, STARTED, FINISHED)
+    assert [op.done for op in operations(job.state())] == [True, True]
+
+
+@pytest.mark.parametrize(("proc", "expected"), [(1, None), (None, None), (2, False)])
+def test_nothing_is_concluded_from_a_beginning_that_may_have_been_lost(proc: int | None, expected: bool | None) -> None:
+    job = Told()
+    job.reduce(1)
+    job.told(1, QUEUED)
+    job.gap(proc, job.now)
+    job.reduce(1)
+    job.told(1, QUEUED)
+    job.reduce(1)
+    job.told(1, QUEUED, STARTED)
+    assert begun(job) == [expected, False, True]
+
+
+# What it decides.
+
+
+def blocked(told: dict[int, tuple[int, ...]], gap: int | None = 0) -> list[Verdict]:
+    """Both ranks have issued five operations and wait; what was told of the last one, by process."""
+    job = Told()
+    for i in range(5):
+        for proc in (1, 2):
+            job.reduce(proc)
+            job.told(proc, *((QUEUED, STARTED, FINISHED) if i < 4 else told[proc]))
+    since = job.now
+    if gap != 0:
+        job.gap(gap, job.now)
+    job.now += 3_000_000_000
+    rows: list[Any] = [[proc, 4000 + proc, [call("cudaStreamSynchronize", since, a=(STREAM,))]] for proc in (1, 2)]
+    job.inflight(rows, final=False)
+    state = job.state()
+    return judge(Looker(state, state.now_ns).view)
+
+
+def test_the_rank_whose_gpu_does_not_come_to_it_is_named() -> None:
+    (verdict,) = blocked({1: (QUEUED, STARTED), 2: (QUEUED,)})
+    assert (verdict.kind, verdict.culprits, verdict.key) == ("GPU_STUCK", (1,), (0, "c", 4))
+    assert (verdict.evidence, verdict.confidence) == ("gpu_start", "high")
+
+
+def test_begun_everywhere_and_ended_nowhere_is_the_transport() -> None:
+    (verdict,) = blocked({1: (QUEUED, STARTED), 2: (QUEUED, STARTED)})
+    assert (verdict.kind, verdict.culprits, verdict.key) == ("ALL_ARRIVED", (), (0, "c", 4))
+    assert verdict.evidence == "gpu_start"
+
+
+@pytest.mark.parametrize(
+    ("told", "gap"),
+    [
+        ({1: (QUEUED, STARTED), 2: ()}, 0),
+        ({1: (), 2: (QUEUED,)}, 0),
+        ({1: (QUEUED, STARTED), 2: (QUEUED,)}, 2),
+        ({1: (QUEUED, STARTED), 2: (QUEUED,)}, None),
+        ({1: (), 2: ()}, 0),
+    ],
+    ids=["no witness there", "no witness here", "lost there", "lost anywhere", "no witness"],
+)
+def test_without_a_witness_on_every_rank_nobody_is_accused(told: dict[int, tuple[int, ...]], gap: int | None) -> None:
+    (verdict,) = blocked(told, gap)
+    assert (verdict.kind, verdict.culprits, verdict.evidence) == ("ALL_ARRIVED", (), "api")
