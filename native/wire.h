@@ -36,8 +36,8 @@ enum wire_kind {
   WIRE_EXEC = 5,      /* a[0] tid before the exec; a[1]: 1 = not in the main thread */
   WIRE_EXIT = 6,      /* a[0] exit code as wait(2) encodes it; the last thread of the process */
   WIRE_STARTED = 7,   /* the GPU began the operation; hook, n and a[] of its communicator as in its WIRE_ENTER */
-  WIRE_FINISHED = 8, /* likewise: this GPU has ended its part */
-  WIRE_QUEUED = 9,   /* likewise: it stands in the GPU's queue, and the same witness will tell when it begins */
+  WIRE_FINISHED = 8,  /* likewise: this GPU has ended its part */
+  WIRE_QUEUED = 9,    /* likewise: it stands in the GPU's queue, and the same witness will tell when it begins */
 };
 
 enum wire_flag {

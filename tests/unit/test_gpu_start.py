@@ -181,3 +181,21 @@ def test_begun_everywhere_and_ended_nowhere_is_the_transport() -> None:
 def test_without_a_witness_on_every_rank_nobody_is_accused(told: dict[int, tuple[int, ...]], gap: int | None) -> None:
     (verdict,) = blocked(told, gap)
     assert (verdict.kind, verdict.culprits, verdict.evidence) == ("ALL_ARRIVED", (), "api")
+
+
+def test_in_a_group_one_kernel_waits_for_the_first_of_its_operations() -> None:
+    """Rank 0's kernel began and stands in its send; that its receive did not begin does not accuse its GPU."""
+    job = Told()
+    for proc, first in ((1, "ncclSend"), (2, "ncclRecv")):
+        job.group(proc, "ncclGroupStart")
+        for api in (first, "ncclRecv" if first == "ncclSend" else "ncclSend"):
+            job.send(proc, 2 - proc, api)
+            told = (QUEUED,) if (proc, api) == (1, "ncclRecv") else (QUEUED, STARTED)
+            job.told(proc, *told, api=api, at=job.now + 1000)
+        job.group(proc, "ncclGroupEnd")
+    job.now += 3_000_000_000
+    rows: list[Any] = [[proc, 4000 + proc, [call("cudaStreamSynchronize", job.now - 10)]] for proc in (1, 2)]
+    job.inflight(rows, final=False)
+    state = job.state()
+    (verdict,) = judge(Looker(state, state.now_ns).view)[:1]
+    assert (verdict.kind, verdict.culprits, verdict.evidence) == ("ALL_ARRIVED", (), "gpu_start")

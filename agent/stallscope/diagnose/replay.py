@@ -315,6 +315,15 @@ class Replay:
         """Whether it is known to have ended, on this rank or another one."""
         return op.done or op.ended or op.key in self._ended or (op.key[1] in API_KINDS and op.returned)
 
+    def has_begun(self, rank: int, index: int) -> bool | None:
+        """Whether the GPU has come to it; None where nobody told.
+
+        What one group put on a stream is one kernel: inside it, an operation may stand behind another one.
+        """
+        op, lane = self.op(rank, index), self._lane_of[rank].get(index)
+        behind = lane is not None and self._unit_of[rank][index] <= lane.begun
+        return True if op.done or op.ended or behind else op.started
+
     def next_number(self, rank: int, prefix: Key, begin: int = 0) -> int:
         """The number of the rank's first operation of a kind from a place in its window on, issued or not."""
         ops: Iterable[Operation] = self.view.ranks[rank].operations

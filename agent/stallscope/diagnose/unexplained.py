@@ -6,7 +6,7 @@ from stallscope.diagnose.graph import LIFE_CYCLE, is_leaving
 from stallscope.diagnose.hosts import is_waiting
 from stallscope.diagnose.replay import Replay
 from stallscope.diagnose.verdict import Verdict
-from stallscope.diagnose.view import DEAD, FINISHED, IN_API, IN_SYNC, USER, Key, Operation, Rank
+from stallscope.diagnose.view import DEAD, FINISHED, IN_API, IN_SYNC, USER, Key, Rank
 
 __all__ = ["all_arrived", "odd_host", "own_work", "stuck_gpu"]
 
@@ -56,16 +56,12 @@ def _last_one(replay: Replay) -> list[Verdict]:
 
 def _not_begun(replay: Replay, key: Key) -> list[int]:
     here = replay.at[key]
-    began = {rank: _has_begun(replay.op(rank, index)) for rank, index in here.items()}
+    began = {rank: replay.has_begun(rank, index) for rank, index in here.items()}
     # A GPU runs nothing more of what a process called that has ended: that is the process's end.
     late = [rank for rank, has in began.items() if has is False and replay.view.ranks[rank].state != DEAD]
     if not 0 < len(late) < len(began) or None in began.values():
         return []
     return [rank for rank in late if _is_first(replay, rank, here[rank])]
-
-
-def _has_begun(op: Operation) -> bool | None:
-    return True if op.done or op.ended else op.started
 
 
 def _is_first(replay: Replay, rank: int, index: int) -> bool:
