@@ -44,7 +44,8 @@ struct ncclComm {
   ncclConfig_t config;
   char gap5[AT_SEQ_NUMBER - AT_CONFIG - sizeof(ncclConfig_t)];
   uint64_t seqNumber[FUNCTIONS];
-  char after[SIZE - AT_SEQ_NUMBER - FUNCTIONS * 8 - 8];
+  void *profilerContext; /* in the communicator, as in the real one */
+  char after[SIZE - AT_SEQ_NUMBER - FUNCTIONS * 8 - 16];
   uint64_t endMagic;
 };
 _Static_assert(offsetof(struct ncclComm, commHash) == 0x1044b0, "commHash");
@@ -87,7 +88,6 @@ struct state {
   unsigned children, splits, split_turn;
   struct state *forming, *next_forming; /* children that are on their way, and their list */
   struct user_op user_ops[MAX_USER_OPS];
-  void *profiler;
   int profiler_mask;
 };
 
@@ -104,7 +104,7 @@ struct operation {
   CUstream stream;
   uint64_t index;
   struct user_op scale;
-  void *event; /* the profiler's */
+  void *event; /* the profiler's, of the operation */
 };
 
 /* comm.c */
@@ -158,12 +158,12 @@ bool sim_hinder(const struct operation *operation);
 void sim_hang_abort(const struct ncclComm *comm);
 
 /* profiler.c */
+enum { MAX_CHANNELS = 32 };
 void sim_profiler_init(struct ncclComm *comm);
 void sim_profiler_finalize(struct ncclComm *comm);
-void *sim_profiler_group(struct ncclComm *comm);
-void sim_profiler_enqueued(struct operation *operation, void *group);
-void sim_profiler_stop(struct ncclComm *comm, void *event);
-void *sim_profiler_kernel(const struct operation *operation);
-void sim_profiler_kernel_end(const struct operation *operation, void *event);
+void *sim_profiler_queued(struct ncclComm *comm, struct operation *operations, size_t count);
+void sim_profiler_stop(void *event);
+void sim_profiler_kernel(const struct operation *operation, void *events[MAX_CHANNELS]);
+void sim_profiler_kernel_end(void *events[MAX_CHANNELS]);
 
 #endif

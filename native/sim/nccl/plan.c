@@ -96,10 +96,10 @@ static void run_all(struct plan *plan) {
 }
 
 static void run_profiled(struct plan *plan) {
-  void **events = sim_new(plan->count * sizeof(*events));
-  for (size_t i = 0; i < plan->count; i++) events[i] = sim_profiler_kernel(&plan->operations[i]);
+  void *(*events)[MAX_CHANNELS] = sim_new(plan->count * sizeof(*events));
+  for (size_t i = 0; i < plan->count; i++) sim_profiler_kernel(&plan->operations[i], events[i]);
   run_all(plan);
-  for (size_t i = 0; i < plan->count; i++) sim_profiler_kernel_end(&plan->operations[i], events[i]);
+  for (size_t i = 0; i < plan->count; i++) sim_profiler_kernel_end(events[i]);
   free(events);
 }
 
@@ -110,6 +110,7 @@ static void kernel(void *argument) {
   /* NVML: the device is busy from here on, and draws no power for it. */
   const struct driver_table *drv = sim_driver();
   int device = plan->comm->nvmlDev; /* the same number, and not poisoned when the communicator is retired */
+  if (plan->captured) sim_profiler_stop(sim_profiler_queued(plan->comm, plan->operations, plan->count));
   drv->stallscope_sim_wait_begin(device);
   bool runs = await_turn(plan);
   if (runs) run_profiled(plan);
@@ -186,19 +187,6 @@ static struct plan *plan_new(struct ncclComm *comm, const struct operation *oper
   return plan;
 }
 
-static ncclResult_t launch(struct ncclComm *comm, struct operation *operations, size_t count) {
-  int capturing = 0;
-  if (sim_driver()->cuStreamIsCapturing(operations[0].stream, &capturing))
-    return sim_fail(comm, ncclUnhandledCudaError, "invalid stream");
-  struct plan *plan = plan_new(comm, operations, count, capturing != 0);
-  if (!capturing && !take_place(plan)) {
-    free(plan);
-    return sim_fail(comm, ncclInternalError, "the communicator was aborted");
-  }
-  if (submit(plan, operations[0].stream)) return sim_fail(comm, ncclUnhandledCudaError, "the launch failed");
-  return ncclSuccess;
-}
-
 /* As NCCL's own, for its RAS: collectives, at the launch, and none of a graph. */
 static void number(struct ncclComm *comm, const struct operation *operation) {
   int capturing = 0;
@@ -207,15 +195,26 @@ static void number(struct ncclComm *comm, const struct operation *operation) {
   __atomic_fetch_add(&comm->seqNumber[operation->function], 1, __ATOMIC_RELAXED);
 }
 
-ncclResult_t sim_plan_launch(struct ncclComm *comm, struct operation *operations, size_t count) {
-  void *group = sim_profiler_group(comm);
-  for (size_t i = 0; i < count; i++) {
-    sim_profiler_enqueued(&operations[i], group);
-    number(comm, &operations[i]);
+static ncclResult_t launch(struct ncclComm *comm, struct operation *operations, size_t count) {
+  int capturing = 0;
+  CUstream stream = operations[0].stream;
+  if (sim_driver()->cuStreamIsCapturing(stream, &capturing))
+    return sim_fail(comm, ncclUnhandledCudaError, "invalid stream");
+  struct plan *plan = plan_new(comm, operations, count, capturing != 0);
+  if (!capturing && !take_place(plan)) {
+    free(plan);
+    return sim_fail(comm, ncclInternalError, "the communicator was aborted");
   }
+  void *group = capturing ? NULL : sim_profiler_queued(comm, plan->operations, count);
+  for (size_t i = 0; i < count; i++) number(comm, &plan->operations[i]);
+  CUresult error = submit(plan, stream);
+  sim_profiler_stop(group);
+  return error ? sim_fail(comm, ncclUnhandledCudaError, "the launch failed") : ncclSuccess;
+}
+
+ncclResult_t sim_plan_launch(struct ncclComm *comm, struct operation *operations, size_t count) {
   sim_driver()->cuCtxPushCurrent_v2(comm->state->context);
   ncclResult_t result = launch(comm, operations, count);
   sim_driver()->cuCtxPopCurrent_v2(NULL);
-  sim_profiler_stop(comm, group);
   return result;
 }

@@ -1,8 +1,9 @@
-/* The profiler plugin: version 4 of its interface, loaded the way NCCL loads it.
+/* The profiler plugin: versions 3 to 6 of its interface, loaded the way NCCL loads it.
  *
- * Of its events there are Group, Coll, P2p and KernelCh (one channel; times from the monotonic clock). A Coll or P2p
- * stops when it is enqueued; its KernelCh starts and stops on the stream's worker, when the kernel does.
- */
+ * Of its events there are Group, Coll, P2p, KernelCh (on several channels; times from the monotonic clock), and from
+ * version 5 on GroupApi, CollApi and P2pApi. They come when NCCL launches, in its own order, and for a graph each time it
+ * is launched. A Coll or P2p stops when it is enqueued; its KernelCh start and stop on the stream's worker, when the
+ * kernel does. As in NCCL, an event that contains one that the plugin wants is told, too. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,57 +12,94 @@
 
 #include "comm.h"
 
-enum { EVENT_GROUP = 1, EVENT_COLL = 2, EVENT_P2P = 4, EVENT_KERNEL = 64, STATE_KERNEL_STOP = 22 };
+enum {
+  GROUP = 1,
+  COLL = 2,
+  P2P = 4,
+  KERNEL = 64,
+  GROUP_API = 256,
+  COLL_API = 512,
+  P2P_API = 1024,
+  KERNEL_STOP = 22,
+  OLDEST = 3,
+  NEWEST = 6
+};
 
-struct event_v4 {
-  uint8_t type;
+struct coll {
+  uint64_t number;
+  const char *function;
+  const void *send;
+  void *recv;
+  size_t count;
+  int root;
+  const char *type;
+  uint8_t channels, warps;
+  const char *algorithm, *protocol;
+  void *group; /* from version 5 on: there the parent is the call */
+};
+
+struct p2p {
+  const char *function;
+  void *buffer;
+  const char *type;
+  size_t count;
+  int peer;
+  uint8_t channels;
+  void *group;
+};
+
+struct call {
+  const char *function;
+  size_t count;
+  const char *type;
+  int root;
+  void *stream;
+  bool captured;
+};
+
+/* The type is one byte up to version 4: the low one. */
+struct description {
+  uint64_t type;
   void *parent;
   int rank;
   union {
-    struct {
-      uint64_t number;
-      const char *function;
-      const void *send;
-      void *recv;
-      size_t count;
-      int root;
-      const char *type;
-      uint8_t channels, warps;
-      const char *algorithm, *protocol;
-    } coll;
-    struct {
-      const char *function;
-      void *buffer;
-      const char *type;
-      size_t count;
-      int peer;
-      uint8_t channels;
-    } p2p;
+    struct coll coll;
+    struct p2p p2p;
+    struct call call;
     struct {
       uint8_t channel;
       uint64_t timer;
     } kernel;
+    struct { /* version 3 */
+      const char *name;
+      uint64_t hash;
+      union {
+        struct coll coll;
+        struct p2p p2p;
+      };
+    } named;
   };
 };
-
-union state_v4 {
-  uint64_t timer;
-  char room[16];
-};
+_Static_assert(offsetof(struct description, coll) == 24, "coll");
 
 typedef void (*logger)(int level, unsigned long flags, const char *file, int line, const char *format, ...);
+typedef ncclResult_t init_3(void **context, int *mask);
+typedef ncclResult_t init_4(void **context, int *mask, const char *comm_name, uint64_t hash, int nodes, int ranks,
+                            int rank, logger log);
+typedef ncclResult_t init_5(void **context, uint64_t hash, int *mask, const char *comm_name, int nodes, int ranks,
+                            int rank, logger log);
 
-struct profiler_v4 {
+struct plugin {
   const char *name;
-  ncclResult_t (*init)(void **context, int *mask, const char *comm_name, uint64_t hash, int nodes, int ranks, int rank,
-                       logger log);
-  ncclResult_t (*start_event)(void *context, void **event, struct event_v4 *description);
+  void *init;
+  ncclResult_t (*start_event)(void *context, void **event, struct description *description);
   ncclResult_t (*stop_event)(void *event);
-  ncclResult_t (*record_state)(void *event, int state, union state_v4 *arguments);
+  ncclResult_t (*record_state)(void *event, int state, uint64_t arguments[2]);
   ncclResult_t (*finalize)(void *context);
 };
 
-static const struct profiler_v4 *plugin;
+static const struct plugin *plugin;
+static int version, channels;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static const char *const functions[] = {"Broadcast", "Reduce",   "AllGather", "ReduceScatter",
@@ -85,73 +123,145 @@ static void *open_plugin(void) {
   return library ? library : dlopen(file, RTLD_NOW | RTLD_LOCAL);
 }
 
+static int setting(const char *name, int low, int high, int usual) {
+  const char *text = getenv(name);
+  int value = text ? atoi(text) : usual;
+  return value < low ? low : value > high ? high : value;
+}
+
 static void load(void) {
   void *library = open_plugin();
-  if (library) plugin = dlsym(library, "ncclProfiler_v4");
+  channels = setting("STALLSCOPE_SIM_NCCL_CHANNELS", 1, MAX_CHANNELS, 1);
+  version = setting("STALLSCOPE_SIM_NCCL_PROFILER", OLDEST, NEWEST, 4);
+  for (; library && version >= OLDEST; version--) {
+    char symbol[32];
+    snprintf(symbol, sizeof(symbol), "ncclProfiler_v%d", version);
+    plugin = dlsym(library, symbol);
+    if (plugin) return;
+  }
+}
+
+static ncclResult_t init(struct ncclComm *comm) {
+  struct state *state = comm->state;
+  if (version == 3) return ((init_3 *)plugin->init)(&comm->profilerContext, &state->profiler_mask);
+  if (version == 4)
+    return ((init_4 *)plugin->init)(&comm->profilerContext, &state->profiler_mask, comm->config.commName,
+                                    comm->commHash, comm->nNodes, comm->nRanks, comm->rank, log_nothing);
+  return ((init_5 *)plugin->init)(&comm->profilerContext, comm->commHash, &state->profiler_mask, comm->config.commName,
+                                  comm->nNodes, comm->nRanks, comm->rank, log_nothing);
 }
 
 void sim_profiler_init(struct ncclComm *comm) {
-  struct state *state = comm->state;
   pthread_once(&once, load);
-  if (!plugin) return;
-  if (plugin->init(&state->profiler, &state->profiler_mask, comm->config.commName, comm->commHash, comm->nNodes,
-                   comm->nRanks, comm->rank, log_nothing))
-    state->profiler_mask = 0;
+  if (plugin && init(comm)) comm->state->profiler_mask = 0;
 }
 
 void sim_profiler_finalize(struct ncclComm *comm) {
-  if (plugin && comm->state->profiler) plugin->finalize(comm->state->profiler);
-  comm->state->profiler = NULL;
+  if (plugin && comm->profilerContext) plugin->finalize(comm->profilerContext);
+  comm->profilerContext = NULL;
   comm->state->profiler_mask = 0;
 }
 
-static void *start(struct ncclComm *comm, struct event_v4 *description) {
-  void *event = NULL;
-  if (!plugin || !(comm->state->profiler_mask & description->type)) return NULL;
-  description->rank = comm->rank;
-  return plugin->start_event(comm->state->profiler, &event, description) ? NULL : event;
+/* What contains each kind of event, up to version 4 and from version 5 on. */
+static int with_inner(int type) {
+  switch (type) {
+  case GROUP:
+    return GROUP | COLL | P2P | KERNEL;
+  case COLL:
+    return COLL | KERNEL;
+  case P2P:
+    return P2P | KERNEL;
+  case GROUP_API:
+    return GROUP_API | COLL_API | P2P_API | GROUP | COLL | P2P | KERNEL;
+  case COLL_API:
+    return COLL_API | COLL | KERNEL;
+  case P2P_API:
+    return P2P_API | P2P | KERNEL;
+  default:
+    return type;
+  }
 }
 
-void sim_profiler_stop(struct ncclComm *comm, void *event) {
-  (void)comm;
+static void *start(struct ncclComm *comm, struct description *description) {
+  void *event = NULL;
+  if (!plugin || !(comm->state->profiler_mask & with_inner((int)description->type))) return NULL;
+  description->rank = comm->rank;
+  return plugin->start_event(comm->profilerContext, &event, description) ? NULL : event;
+}
+
+void sim_profiler_stop(void *event) {
   if (event) plugin->stop_event(event);
 }
 
-void *sim_profiler_group(struct ncclComm *comm) {
-  struct event_v4 event = {.type = EVENT_GROUP};
-  return start(comm, &event);
+/* In bytes where NCCL makes it so. */
+static void size_of(const struct operation *op, size_t *count, const char **type) {
+  bool in_bytes = op->function == ALL_GATHER || op->function == BROADCAST;
+  *count = in_bytes ? op->count * sim_type_bytes(op->type) : op->count;
+  *type = types[in_bytes ? ncclInt8 : op->type];
 }
 
-static void *start_coll(const struct operation *op, void *group) {
-  struct event_v4 event = {.type = EVENT_COLL, .parent = group};
-  event.coll.number = op->comm->seqNumber[op->function];
-  event.coll.function = functions[op->function];
-  event.coll.send = op->send;
-  event.coll.recv = op->recv;
-  event.coll.count = op->count;
-  event.coll.root = op->root;
-  event.coll.type = types[op->type];
-  event.coll.channels = 1;
-  event.coll.warps = 16;
-  event.coll.algorithm = "RING";
-  event.coll.protocol = "LL";
+static struct coll coll_of(const struct operation *op, void *group, uint64_t number) {
+  struct coll coll = {.number = number, .function = functions[op->function]};
+  coll.send = op->send;
+  coll.recv = op->recv;
+  size_of(op, &coll.count, &coll.type);
+  coll.root = op->root;
+  coll.channels = (uint8_t)(version == 3 ? MAX_CHANNELS : channels);
+  coll.warps = 16;
+  coll.algorithm = "RING";
+  coll.protocol = "LL";
+  coll.group = group;
+  return coll;
+}
+
+static struct p2p p2p_of(const struct operation *op, void *group) {
+  struct p2p p2p = {.function = functions[op->function], .type = types[op->type], .count = op->count};
+  p2p.buffer = op->function == SEND ? (void *)(uintptr_t)op->send : op->recv;
+  p2p.peer = op->root;
+  p2p.channels = (uint8_t)channels;
+  p2p.group = group;
+  return p2p;
+}
+
+/* The call of the interface; NULL up to version 4. */
+static void *call_of(const struct operation *op, void *parent) {
+  struct description event = {.type = op->function < SEND ? COLL_API : P2P_API, .parent = parent};
+  if (version < 5) return NULL;
+  event.call = (struct call){functions[op->function], op->count, types[op->type], op->root, op->stream, false};
   return start(op->comm, &event);
 }
 
-static void *start_p2p(const struct operation *op, void *group) {
-  struct event_v4 event = {.type = EVENT_P2P, .parent = group};
-  event.p2p.function = functions[op->function];
-  event.p2p.buffer = op->function == SEND ? (void *)(uintptr_t)op->send : op->recv;
-  event.p2p.type = types[op->type];
-  event.p2p.count = op->count;
-  event.p2p.peer = op->root;
-  event.p2p.channels = 1;
+static void *task_of(const struct operation *op, void *call, void *group, uint64_t number) {
+  struct description event = {.type = op->function < SEND ? COLL : P2P, .parent = version < 5 ? group : call};
+  if (version == 3) {
+    event.named.hash = op->comm->commHash;
+    if (op->function < SEND) event.named.coll = coll_of(op, NULL, number);
+    else event.named.p2p = p2p_of(op, NULL);
+  } else if (op->function < SEND) {
+    event.coll = coll_of(op, group, number);
+  } else {
+    event.p2p = p2p_of(op, group);
+  }
   return start(op->comm, &event);
 }
 
-void sim_profiler_enqueued(struct operation *op, void *group) {
-  op->event = op->function >= SEND ? start_p2p(op, group) : start_coll(op, group);
-  sim_profiler_stop(op->comm, op->event);
+/* All of a plan, in its order; the event of the group, which is to be stopped. */
+void *sim_profiler_queued(struct ncclComm *comm, struct operation *operations, size_t count) {
+  struct description whole = {.type = GROUP}, api = {.type = GROUP_API};
+  if (!plugin) return NULL;
+  uint64_t earlier[FUNCTIONS] = {0};
+  void *outer = version < 5 ? NULL : start(comm, &api);
+  void *group = start(comm, &whole);
+  for (size_t i = 0; i < count; i++) {
+    void *call = call_of(&operations[i], outer);
+    int f = (int)operations[i].function;
+    uint64_t number = f < FUNCTIONS ? comm->seqNumber[f] + earlier[f]++ : 0;
+    operations[i].event = task_of(&operations[i], call, group, number);
+    sim_profiler_stop(operations[i].event);
+    sim_profiler_stop(call);
+  }
+  sim_profiler_stop(outer);
+  return group;
 }
 
 static uint64_t timer(void) {
@@ -160,17 +270,19 @@ static uint64_t timer(void) {
   return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-void *sim_profiler_kernel(const struct operation *op) {
-  struct event_v4 event = {.type = EVENT_KERNEL, .parent = op->event};
-  if (!op->event) return NULL;
-  event.kernel.timer = timer();
-  return start(op->comm, &event);
+/* NCCL does so without asking what became of the operation's own event. */
+void sim_profiler_kernel(const struct operation *op, void *events[MAX_CHANNELS]) {
+  for (int i = 0; plugin && i < channels; i++) {
+    struct description event = {.type = KERNEL, .parent = op->event, .kernel = {(uint8_t)i, timer()}};
+    events[i] = start(op->comm, &event);
+  }
 }
 
-void sim_profiler_kernel_end(const struct operation *op, void *event) {
-  (void)op;
-  if (!event) return;
-  union state_v4 state = {.timer = timer()};
-  plugin->record_state(event, STATE_KERNEL_STOP, &state);
-  plugin->stop_event(event);
+void sim_profiler_kernel_end(void *events[MAX_CHANNELS]) {
+  for (int i = 0; i < channels; i++) {
+    uint64_t state[2] = {timer(), 0};
+    if (!events[i]) continue;
+    if (version > 3) plugin->record_state(events[i], KERNEL_STOP, state);
+    plugin->stop_event(events[i]);
+  }
 }

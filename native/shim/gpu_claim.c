@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+/* Takes the place of NCCL's one profiler plugin, where it is free: sets NCCL_PROFILER_PLUGIN before NCCL looks at it. */
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "gpu.h"
+
+#define NAME "NCCL_PROFILER_PLUGIN"
+
+enum { FIRST_VERSION = 22600, LONGEST_PATH = 254, CONFIG_BYTES = 64 << 10, CONFIG_PATH = 4096 };
+
+extern char **environ;
+uint32_t seg_gpu_at_work(void);
+
+static _Atomic uint32_t claimed, tried;
+static char setting[sizeof(NAME) + 1 + LONGEST_PATH + 1]; /* stands in the environment */
+
+static bool is_set_in(const char *text) {
+  for (const char *at = text; (at = strstr(at, NAME)); at += sizeof(NAME) - 1) {
+    const char *begin = at;
+    while (begin > text && (begin[-1] == ' ' || begin[-1] == '\t')) begin--;
+    if (begin == text || begin[-1] == '\n') return true;
+  }
+  return false;
+}
+
+/* NCCL reads it into the environment, where what is there already wins. */
+static bool is_set_in_file(const char *path) {
+  static char text[CONFIG_BYTES];
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  ssize_t bytes = read(fd, text, sizeof(text) - 1);
+  close(fd);
+  text[bytes > 0 ? bytes : 0] = 0;
+  return is_set_in(text);
+}
+
+static bool is_configured(void) {
+  const char *named = getenv("NCCL_CONF_FILE"), *home = getenv("HOME");
+  char path[CONFIG_PATH];
+  if (named && *named) {
+    if (is_set_in_file(named)) return true;
+  } else if (home && snprintf(path, sizeof(path), "%s/.nccl.conf", home) < (int)sizeof(path) && is_set_in_file(path)) {
+    return true;
+  }
+  return is_set_in_file("/etc/nccl.conf");
+}
+
+/* The default, which NCCL would load itself. */
+static bool is_installed(void) {
+  return dlopen("libnccl-profiler.so", RTLD_NOW | RTLD_LOCAL) != NULL;
+}
+
+static int version_of(const void *real) {
+  Dl_info info;
+  int version = 0;
+  int (*get)(int *) = NULL;
+  void *library = real && dladdr(real, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+  if (library) *(void **)&get = dlsym(library, "ncclGetVersion");
+  return get && get(&version) == 0 ? version : 0;
+}
+
+/* Not setenv: it may free the array that another thread walks through in getenv. The old one is left as it is. */
+static bool put(void) {
+  size_t count = 0;
+  while (environ && environ[count]) count++;
+  char **larger = malloc((count + 2) * sizeof(*larger));
+  if (!larger) return false;
+  for (size_t i = 0; i < count; i++) larger[i] = environ[i];
+  larger[count] = setting;
+  larger[count + 1] = NULL;
+  __atomic_store_n(&environ, larger, __ATOMIC_RELEASE);
+  return true;
+}
+
+static uint32_t claim(const void *real) {
+  Dl_info own;
+  bool is_known = dladdr((const void *)seg_gpu_before_creation, &own) && own.dli_fname && own.dli_fname[0];
+  const char *path = is_known && strlen(own.dli_fname) <= LONGEST_PATH ? own.dli_fname : NULL;
+  const char *value = getenv(NAME);
+  if (value) return path && strcmp(value, path) == 0 ? SEG_GPU_CLAIMED : SEG_GPU_TAKEN;
+  if (version_of(real) < FIRST_VERSION) return SEG_GPU_OLD;
+  if (is_configured() || is_installed()) return SEG_GPU_TAKEN;
+  if (!path) return SEG_GPU_NO_PATH;
+  snprintf(setting, sizeof(setting), "%s=%s", NAME, path);
+  return put() ? SEG_GPU_CLAIMED : SEG_GPU_NO_PATH;
+}
+
+/* Others that come meanwhile go on: NCCL itself makes them wait for the first one. */
+void seg_gpu_before_creation(const void *real) {
+  if (atomic_exchange(&tried, 1)) return;
+  int kept = errno;
+  atomic_store(&claimed, claim(real));
+  errno = kept;
+}
+
+uint32_t seg_gpu_state(void) {
+  uint32_t at_work = seg_gpu_at_work();
+  return at_work ? at_work : atomic_load(&claimed);
+}
