@@ -347,11 +347,11 @@ static uint64_t accept(struct context *c, const struct seg_gpu_task *task) {
 }
 
 uint64_t seg_gpu_queued(uint32_t context, const struct seg_gpu_task *task) {
-  if (!context || context >= used || !contexts[context].comm) return 0;
+  if (!context || context >= used) return 0;
   struct context *c = &contexts[context];
   struct slot copy = {0};
   if (!take(&c->lock)) return 0;
-  uint64_t ticket = accept(c, task);
+  uint64_t ticket = c->comm ? accept(c, task) : 0;
   if (ticket) copy = told_of(&c->slots[ticket % SLOTS]);
   give(&c->lock);
   if (!ticket) count(&unmatched);
@@ -361,7 +361,7 @@ uint64_t seg_gpu_queued(uint32_t context, const struct seg_gpu_task *task) {
 
 static struct context *context_in(uint64_t name, uint64_t kind) {
   uint32_t i = (uint32_t)(name & 0xffff) >> 2;
-  return (name & 3) == kind && i && i < used ? &contexts[i] : NULL;
+  return (name & 3) == kind && name >> 16 && i && i < used ? &contexts[i] : NULL;
 }
 
 uint64_t seg_gpu_begun(uint64_t name) {
