@@ -8,6 +8,7 @@ from aggregate_kit import DONE, START
 from test_operations import STREAM, Job
 
 from stallscope.aggregate.state import State
+from stallscope.diagnose.begun import Begun
 from stallscope.diagnose.completed import Completed, Late
 from stallscope.diagnose.episodes import Episodes
 from stallscope.diagnose.stragglers import stragglers
@@ -153,7 +154,7 @@ def test_a_rank_that_is_always_last_by_much_is_a_straggler(late: int) -> None:
         for proc in (1, 2):
             job.waited(proc, job.clock - 2 * MS, MS)
     state, completed, _ = run(job)
-    (one,) = stragglers(state, completed)
+    (one,) = stragglers(state, completed, Begun(state, completed))
     assert (one.rank, one.percent, one.own_ns) == (late - 1, 100, 3 * MS)
 
 
@@ -162,7 +163,7 @@ def test_a_host_that_is_ahead_of_its_gpu_delays_nobody() -> None:
     for _ in range(200):
         job.step(3 * MS)
     state, completed, _ = run(job)
-    assert stragglers(state, completed) == []
+    assert stragglers(state, completed, Begun(state, completed)) == []
 
 
 def test_a_host_that_is_ahead_and_waits_for_its_gpu_does() -> None:
@@ -172,7 +173,7 @@ def test_a_host_that_is_ahead_and_waits_for_its_gpu_does() -> None:
         job.step(3 * MS)
         job.recs.append(job.record("cudaEventSynchronize", DONE, slot=2, ns=2 * MS, at=start_ns + MS // 2, a=(1,)))
     state, completed, _ = run(job)
-    (one,) = stragglers(state, completed)
+    (one,) = stragglers(state, completed, Begun(state, completed))
     assert (one.rank, one.percent) == (1, 100)
 
 
@@ -183,4 +184,4 @@ def test_ranks_that_take_turns_are_no_stragglers() -> None:
         for proc in (1, 2):
             job.waited(proc, job.clock - 2 * MS, MS)
     state, completed, _ = run(job)
-    assert stragglers(state, completed) == []
+    assert stragglers(state, completed, Begun(state, completed)) == []

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from aggregate_kit import call
+from aggregate_kit import START, call
 from test_operations import POINTER, STREAM, Job
 
+from stallscope.aggregate.starts import Starts
 from stallscope.aggregate.state import State
+from stallscope.diagnose.begun import Begun
+from stallscope.diagnose.completed import Completed
 from stallscope.diagnose.judge import judge
 from stallscope.diagnose.look import Looker
+from stallscope.diagnose.stragglers import Straggler, stragglers
 from stallscope.diagnose.verdict import Verdict
 from stallscope.diagnose.view import Operation
-from stallscope.wire.frames import Kind
+from stallscope.wire.frames import Frame, Kind
 from stallscope.wire.hook_table import BY_NAME
 
 STARTED, FINISHED, QUEUED, BY_PLUGIN = 7, 8, 9, 128
+MS = 1_000_000
 
 
 class Told(Job):
@@ -199,3 +205,83 @@ def test_in_a_group_one_kernel_waits_for_the_first_of_its_operations() -> None:
     state = job.state()
     (verdict,) = judge(Looker(state, state.now_ns).view)[:1]
     assert (verdict.kind, verdict.culprits, verdict.evidence) == ("ALL_ARRIVED", (), "gpu_start")
+
+
+# Who is slow.
+
+
+def straggling(job: Told) -> list[Straggler]:
+    job.add(Kind.TICK, at_ns=job.now)
+    state = State()
+    completed = begun = None
+    for kind, body in job.frames:
+        state.apply(Frame(kind, body))
+        if kind == Kind.TICK:
+            completed = completed or Completed(state)
+            begun = begun or Begun(state, completed)
+            completed.step()
+            begun.step()
+    assert state.dropped is None and completed and begun
+    return stragglers(state, completed, begun)
+
+
+def steps(job: Told, number: int, host_ns: dict[int, int], gpu_ns: dict[int, int]) -> None:
+    """All-reduces 5 ms apart: when each host calls it, and when each GPU begins it."""
+    for step in range(number):
+        at = START + 100 * MS + step * 5 * MS
+        for proc in (1, 2):
+            job.reduce(proc, at=at + host_ns[proc])
+        for proc in (1, 2):
+            job.told(proc, QUEUED, at=at + host_ns[proc] + 1)
+            job.told(proc, STARTED, at=at + gpu_ns[proc])
+        job.now = at + 5 * MS
+        job.add(Kind.TICK, at_ns=job.now)
+
+
+def test_where_hosts_run_ahead_the_gpu_that_begins_last_is_the_slow_one() -> None:
+    """Rank 0's host calls last each time, and delays nobody: rank 1's GPU does."""
+    job = Told()
+    steps(job, 200, host_ns={1: MS, 2: 0}, gpu_ns={1: 2 * MS, 2: 4 * MS})
+    (one,) = straggling(job)
+    assert (one.rank, one.proc, one.percent, one.own_ns, one.evidence) == (1, 2, 100, 2 * MS, "gpu_start")
+
+
+def test_gpus_that_take_turns_are_no_stragglers() -> None:
+    job = Told()
+    for _ in range(100):
+        for late in (1, 2):
+            at = job.now = job.now + 5 * MS
+            for proc in (1, 2):
+                job.reduce(proc, at=at)
+                job.told(proc, QUEUED, STARTED, at=at + (2 if proc == late else 1) * MS)
+            job.add(Kind.TICK, at_ns=at + 3 * MS)
+    assert straggling(job) == []
+
+
+def test_a_host_that_is_elsewhere_now_and_then_makes_no_straggler_of_its_gpu() -> None:
+    """20 times in 200: those are episodes."""
+    job = Told()
+    for step in range(200):
+        at = job.now = job.now + 5 * MS
+        pause = 100 * MS if step % 10 == 9 else 0
+        job.reduce(1, at=at)
+        job.told(1, QUEUED, STARTED, at=at + 1000)
+        job.reduce(2, at=at + pause)
+        job.told(2, QUEUED, STARTED, at=at + pause + 1000)
+        job.now = at + pause
+        job.add(Kind.TICK, at_ns=job.now + 2000)
+    assert straggling(job) == []
+
+
+def test_begins_that_were_not_told_leave_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts()
+    starts.began(0, 2, 0, np.arange(600), np.arange(1, 601))
+    assert starts.times[0].shape == (2, 512) and int(starts.upto[0][0]) == 600
+    starts.began(0, 2, 0, np.array([605]), np.array([7]))
+    found = starts.times[0][0, np.arange(598, 606) % 512]
+    assert found.tolist() == [599, 600, 0, 0, 0, 0, 0, 7]
+    starts.began(0, 2, 0, np.array([603, 3]), np.array([9, 9]))
+    assert starts.times[0][0, 603 % 512] == 9 and int(starts.times[0][0, 3]) != 9
+    monkeypatch.setattr(starts, "_cells", 1 << 20)
+    starts.began(1, 2, 0, np.arange(1), np.arange(1))
+    assert 1 not in starts.times

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stallscope.aggregate.arrivals import Arrivals
 from stallscope.aggregate.events import FINISHED, QUEUED, STARTED
 from stallscope.aggregate.issuer import Issuer
 from stallscope.aggregate.numbering import COLLECTIVE, RECV, SEND
+from stallscope.aggregate.starts import Starts
 
 __all__ = ["forget", "told_by_device"]
 
@@ -18,7 +20,7 @@ FIELDS = {QUEUED: "queued_ns", STARTED: "begun_ns", FINISHED: "ended_ns"}
 MAX_EARLY = 4096
 
 
-def told_by_device(issuer: Issuer, recs: Array, pointers: Array) -> None:
+def told_by_device(issuer: Issuer, recs: Array, pointers: Array, arrivals: Arrivals, starts: Starts) -> None:
     """Mark the operations that these records are about; call it when their entries, so far, are in the log.
 
     Records come from threads of NCCL's own and may overtake the entry: such a one is kept until the entry is there.
@@ -27,6 +29,7 @@ def told_by_device(issuer: Issuer, recs: Array, pointers: Array) -> None:
         issuer: of all records.
         recs: records of the three kinds.
         pointers: the communicator of each.
+        arrivals, starts: of the job; when collectives began is added to `starts`.
     """
     if issuer.early is not None:
         recs, pointers = np.concatenate((issuer.early[0], recs)), np.concatenate((issuer.early[1], pointers))
@@ -40,7 +43,10 @@ def told_by_device(issuer: Issuer, recs: Array, pointers: Array) -> None:
         mine = np.flatnonzero(pointers == pointer)
         numbers = recs["n"][mine].astype(np.int64)
         ahead[mine] = place is None or place.next_n is None or numbers >= place.next_n
-        _mark(issuer, rows, pointer, recs[mine])
+        began = _mark(issuer, rows, pointer, recs[mine])
+        if place is not None and place.comm >= 0 and place.base is not None:
+            numbers, times = began
+            starts.began(place.comm, int(arrivals.size[place.comm]), place.rank, numbers + place.base, times)
     if ahead.sum() > MAX_EARLY:
         issuer.untold_ns = int(recs["ts_ns"].max())
     if ahead.any():
@@ -54,14 +60,21 @@ def forget(issuer: Issuer, pointer: int) -> None:
         issuer.early = issuer.early[0][kept], issuer.early[1][kept]
 
 
-def _mark(issuer: Issuer, rows: Array, pointer: int, recs: Array) -> None:
+def _mark(issuer: Issuer, rows: Array, pointer: int, recs: Array) -> tuple[Array, Array]:
+    """(numbers, instants) of collectives that the GPU began."""
+    began = np.zeros(0, np.int64), np.zeros(0, np.int64)
     at = np.flatnonzero((rows["pointer"] == pointer) & np.isin(rows["kind"], (COLLECTIVE, SEND, RECV)))
     if not len(at):
-        return
+        return began
     at = at[np.argsort(rows["n"][at], kind="stable")]
     numbers = rows["n"][at]
     for kind, field in FIELDS.items():
         told = recs[recs["kind"] == kind]
         found = np.minimum(np.searchsorted(numbers, told["n"]), len(numbers) - 1)
         fits = (numbers[found] == told["n"]) & (rows["ts_ns"][at[found]] <= told["ts_ns"].astype(np.int64))
-        issuer.log.assign(field, at[found[fits]], told["ts_ns"][fits].astype(np.int64))
+        places, times = at[found[fits]], told["ts_ns"][fits].astype(np.int64)
+        issuer.log.assign(field, places, times)
+        if kind == STARTED:
+            collective = rows["kind"][places] == COLLECTIVE
+            began = rows["index"][places[collective]], times[collective]
+    return began

@@ -30,6 +30,7 @@ from stallscope.aggregate.numbering import (
     rows_of,
 )
 from stallscope.aggregate.process import Process
+from stallscope.aggregate.starts import Starts
 from stallscope.aggregate.table import TableRow
 from stallscope.aggregate.waits import WaitFacts
 from stallscope.wire.columns import REC
@@ -52,6 +53,7 @@ class Operations:
     def __init__(self, hooks: Hooks, communicators: Communicators, overflow: Overflow) -> None:
         self.issuers: dict[int, Issuer] = {}
         self.arrivals = Arrivals()
+        self.starts = Starts()
         self.index_of: dict[str, int] = {}
         self.key_of: list[str] = []
         self.now_ns = 0
@@ -109,7 +111,8 @@ class Operations:
         self._take_calls(issuer, recs[~is_device])
         if issuer.early is not None or is_device.any():
             told = recs[is_device]
-            told_by_device(issuer, told, self.arguments.take("comm", told["hook"], told["a"]))
+            pointers = self.arguments.take("comm", told["hook"], told["a"])
+            told_by_device(issuer, told, pointers, self.arrivals, self.starts)
 
     def _take_calls(self, issuer: Issuer, recs: Array) -> None:
         is_entry = self.is_told[recs["hook"]]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stallscope.aggregate.state import State
 from stallscope.wire.columns import BUCKETS, percentile
 
-__all__ = ["CLEAR_NS", "Completed", "Late", "Odd"]
+__all__ = ["CLEAR_NS", "FLOOR_NS", "TIMES_P99", "WARM_UP", "Completed", "Late", "Odd"]
 
 Array = NDArray[Any]
 FLOOR_NS = 10_000_000

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stallscope.aggregate.state import State
+from stallscope.diagnose.begun import Begun
 from stallscope.diagnose.completed import CLEAR_NS, Completed
 
 __all__ = ["Straggler", "colleagues", "stragglers"]
@@ -42,18 +43,22 @@ class Straggler(NamedTuple):
     cost: float
     others: tuple[int, ...] = ()
     why: str = ""
+    evidence: str = "api"
 
 
 Owners = dict[tuple[int, int], int]
 
 
-def stragglers(state: State, completed: Completed) -> list[Straggler]:
-    """One for each set of ranks that keep each other waiting. Stages of a pipeline are not compared with each other."""
+def stragglers(state: State, completed: Completed, begun: Begun) -> list[Straggler]:
+    """One for each set of ranks that keep each other waiting. Stages of a pipeline are not compared with each other.
+
+    Of a communicator all of whose GPUs have a witness, their begins count, else the calls of the hosts.
+    """
     owners = _owners(state)
     tied = _tied(state, owners)
     found: list[Straggler] = []
-    for comm, rows in completed.last.items():
-        one = _of(comm, _meaningful(state, comm, rows), int(state.operations.arrivals.size[comm]))
+    for comm in sorted(completed.last.keys() | begun.last.keys()):
+        one = _by_gpu(state, comm, begun) or _by_host(state, comm, completed)
         if one is not None and not _is_staged(comm, owners, tied) and (comm, one.rank) in owners:
             found.append(one._replace(proc=owners[comm, one.rank]))
     roots = (
@@ -71,6 +76,19 @@ def colleagues(state: State, proc: int) -> set[int]:
         near = found.union(*(group for group in groups if group & found))
         grows, found = len(near) > len(found), near
     return found
+
+
+def _by_gpu(state: State, comm: int, begun: Begun) -> Straggler | None:
+    rows = begun.last.get(comm)
+    one = None if rows is None else _of(comm, rows, int(state.operations.arrivals.size[comm]))
+    return None if one is None else one._replace(evidence="gpu_start")
+
+
+def _by_host(state: State, comm: int, completed: Completed) -> Straggler | None:
+    rows = completed.last.get(comm)
+    if rows is None:
+        return None
+    return _of(comm, _meaningful(state, comm, rows), int(state.operations.arrivals.size[comm]))
 
 
 def _meaningful(state: State, comm: int, rows: NDArray[Any]) -> NDArray[Any]:

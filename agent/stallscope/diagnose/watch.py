@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stallscope.aggregate.state import State
+from stallscope.diagnose.begun import Begun
 from stallscope.diagnose.completed import Completed
 from stallscope.diagnose.episodes import Episodes
 from stallscope.diagnose.incident import Collective, Episode, Incident
@@ -12,7 +13,7 @@ from stallscope.diagnose.judge import judge
 from stallscope.diagnose.look import Looker
 from stallscope.diagnose.mismatches import Silent
 from stallscope.diagnose.pairs import settle_pairs
-from stallscope.diagnose.stragglers import colleagues, stragglers
+from stallscope.diagnose.stragglers import Straggler, colleagues, stragglers
 from stallscope.diagnose.summing import collectives
 from stallscope.diagnose.verdict import Verdict
 from stallscope.diagnose.writer import Writer
@@ -61,6 +62,7 @@ class Watch:
         # The state's tables are made when the stream's first frame has told the hooks.
         self._begun = True
         self._completed = Completed(self._state)
+        self._begun_on_gpus = Begun(self._state, self._completed)
         self._episodes = Episodes(self._state, self._completed)
         self._silent = Silent(self._state, self._completed)
         self._suspects: dict[Name, _Suspect] = {}
@@ -90,6 +92,7 @@ class Watch:
         self._promise(now)
         settle_pairs(self._state)
         self._completed.step()
+        self._begun_on_gpus.step()
         self._episodes.step(now)
         self._silent.step(now)
         if now >= self._next_look_ns and (self._suspects or self._stands_still(now)):
@@ -214,19 +217,20 @@ class Watch:
             return
         self.incidents.append(incident)
 
-    def _has_told_another(self, proc: int, now: int) -> bool:
+    def _is_behind_another(self, one: Straggler, now: int) -> bool:
+        """Where only hosts tell: whether it works with one that was told."""
         recent = {other for other, seen_ns in self._straggling.items() if now - seen_ns < ONE_AT_A_TIME_NS}
-        return bool(recent) and not recent.isdisjoint(colleagues(self._state, proc))
+        return one.evidence == "api" and bool(recent) and not recent.isdisjoint(colleagues(self._state, one.proc))
 
     def _stragglers(self, now: int) -> None:
         """Those that stay ones for a while. Who works with one that was told is late because of it, as a rule."""
-        found = {one.proc: one for one in stragglers(self._state, self._completed)}
+        found = {one.proc: one for one in stragglers(self._state, self._completed, self._begun_on_gpus)}
         self._slow_since = {proc: self._slow_since.get(proc, now) for proc in found}
         for proc, since_ns in self._slow_since.items():
             least_ns = SLOW_FOR_NS if found[proc].cost >= MILD_COST else MILD_FOR_NS
             if proc in self._straggling:
                 self._straggling[proc] = now
-            elif now - since_ns >= least_ns and not self._has_told_another(proc, now):
+            elif now - since_ns >= least_ns and not self._is_behind_another(found[proc], now):
                 self._straggling[proc] = now
                 looker = Looker(self._state, now)
                 self._open(Writer(self._state, looker).straggler(found[proc], len(self.incidents) + 1, now))

@@ -179,7 +179,7 @@ class Writer:
         key = self._state.operations.key_of[one.comm]
         incident = Incident(
             number, "STRAGGLER", None, key, None, None, [Culprit(place)] if place else [], [], [],
-            now, now, None, "running", "api", "low" if one.others else "medium", "", "",
+            now, now, None, "running", one.evidence, "low" if one.others else "medium", "", "",
             {"last_in_percent": one.percent, "own_ns": one.own_ns, "operations": one.operations},
         )  # fmt: skip
         why = f"last in {one.percent} % of the newest {one.operations} operations, then by {one.own_ns / 1e6:.1f} ms"
