@@ -163,7 +163,7 @@ def all_arrived(replay: Replay) -> list[Verdict]:
         return []
     begun = _begun(replay, standing)
     if begun:
-        why = "it began on all GPUs and does not end: the transport stands"
+        why = "all ranks have called it: all their GPUs have begun it, so a link, the network or NCCL itself stands"
         return [_arrived(replay, stuck, standing, key, "gpu_start", why) for key in begun]
     key = _common(replay, stuck, standing)
     if key is None:

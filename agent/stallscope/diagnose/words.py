@@ -25,6 +25,7 @@ class Facts(NamedTuple):
     behind: int = 0
     since: str | None = None
     several: bool = False
+    evidence: str = "api"
 
 
 SAID_BY_CLASS = ("DIED", "NOT_ARRIVED", "LEFT", "ALL_ARRIVED")
@@ -59,6 +60,10 @@ _NEXT = {
     "CANNOT_DECIDE": "see who is where in the list of calls in flight; attach before the block to see more",
 }
 
+_NEXT_BY_GPU = {
+    "ALL_ARRIVED": "check links, network and NCCL's log of these ranks: no kernel before it hangs",
+}
+
 
 def summary(facts: Facts) -> str:
     """One sentence, e.g. "rank 5 (pid 12) has not come to ncclAllReduce #17 on ...; 7 ranks wait for it: in read()"."""
@@ -90,4 +95,5 @@ def _ranks(number: int, one: str, many: str) -> str:
 
 def next_step(facts: Facts) -> str:
     """What to do now."""
-    return _NEXT.get(facts.kind, "").format(pid=facts.pid if facts.pid is not None else "?")
+    by_gpu = _NEXT_BY_GPU.get(facts.kind) if facts.evidence == "gpu_start" else None
+    return (by_gpu or _NEXT.get(facts.kind, "")).format(pid=facts.pid if facts.pid is not None else "?")

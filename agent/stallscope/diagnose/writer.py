@@ -205,6 +205,7 @@ class Writer:
             len(incident.victims) - there,
             _time_of_day(self._state, incident.start_ns) if incident.kind not in NO_BLOCK else None,
             len(incident.culprits) > 1,
+            incident.evidence,
         )
         incident.summary, incident.next = summary(facts), next_step(facts)
 
