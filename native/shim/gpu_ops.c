@@ -33,14 +33,17 @@ enum {
 };
 
 /* An operation. state: ticket << 1 | begun; ended: ticket << 16 | channels that have. So a late event of an operation
- * whose place was taken by another one changes nothing. */
+ * whose place was taken by another one changes nothing. what: number | hook << 32 | channels << 48. */
 struct slot {
-  _Atomic uint64_t state, ended;
-  uint64_t batch, comm;
+  _Atomic uint64_t state, ended, what, comm;
+  uint64_t batch; /* from here on: under the lock */
   struct seg_gpu_task task;
-  uint32_t n;
-  uint16_t hook;
   bool queued;
+};
+
+/* What is told of an operation, read while its place may become another's. */
+struct told {
+  uint64_t what, comm;
 };
 
 struct context {
@@ -256,14 +259,15 @@ static void expect(struct context *c, const struct seg_gpu_task *task, uint32_t 
     return;
   }
   while (c->oldest + SLOTS <= ticket) drop_oldest(c);
+  atomic_store(&s->state, 0);
+  atomic_store(&s->ended, 0);
   s->queued = false;
   s->batch = group_batch;
-  s->comm = c->comm;
   s->task = *task;
-  s->n = n;
-  s->hook = (uint16_t)hook;
-  atomic_store_explicit(&s->ended, ticket << 16, memory_order_relaxed);
-  atomic_store_explicit(&s->state, ticket << 1, memory_order_release);
+  atomic_store(&s->comm, c->comm);
+  atomic_store(&s->what, n | (uint64_t)hook << 32);
+  atomic_store(&s->ended, ticket << 16);
+  atomic_store(&s->state, ticket << 1);
   c->keys[ticket % SLOTS] = key_of(task);
   c->head = ticket;
   give(&c->lock);
@@ -295,7 +299,7 @@ static void forget(struct context *c, uint64_t batch, uint32_t hook, uint32_t n)
   for (uint64_t t = c->head; t >= c->oldest && t; t--) {
     struct slot *s = &c->slots[t % SLOTS];
     if (s->batch != batch) break;
-    if (!hook || (s->hook == hook && s->n == n)) c->keys[t % SLOTS] = 0;
+    if (!hook || s->what == (n | (uint64_t)hook << 32)) c->keys[t % SLOTS] = 0;
   }
   give(&c->lock);
 }
@@ -316,15 +320,16 @@ void seg_gpu_returned(uint32_t hook, const uint64_t *a, uint32_t n, int32_t stat
 
 /* What NCCL tells. */
 
-static void tell(const struct slot *s, uint8_t kind) {
-  struct seg_vital v = {.ts = seg_ticks(), .hook = s->hook, .kind = kind, .flags = WIRE_BY_PLUGIN, .n = s->n};
-  v.a[shape_of(s->hook).comm] = s->comm;
-  seg_emit_vital(&v);
+static struct told told_of(const struct slot *s) {
+  return (struct told){s->what, s->comm};
 }
 
-/* What is told of an operation; its place may be another's by the time that it is. */
-static struct slot told_of(const struct slot *s) {
-  return (struct slot){.hook = s->hook, .n = s->n, .comm = s->comm, .task.channels = s->task.channels};
+static void tell(struct told told, uint8_t kind) {
+  uint16_t hook = (uint16_t)(told.what >> 32);
+  struct seg_vital v = {.ts = seg_ticks(), .hook = hook, .kind = kind, .flags = WIRE_BY_PLUGIN};
+  v.n = (uint32_t)told.what;
+  v.a[shape_of(hook).comm] = told.comm;
+  seg_emit_vital(&v);
 }
 
 static uint64_t find(const struct context *c, const struct seg_gpu_task *task) {
@@ -339,7 +344,7 @@ static uint64_t accept(struct context *c, const struct seg_gpu_task *task) {
   if (!ticket) return 0;
   struct slot *s = &c->slots[ticket % SLOTS];
   c->keys[ticket % SLOTS] = 0;
-  s->task.channels = task->channels;
+  s->what |= (uint64_t)task->channels << 48;
   s->queued = true;
   while (c->oldest <= c->head && (!c->keys[c->oldest % SLOTS] || c->slots[c->oldest % SLOTS].batch < s->batch))
     drop_oldest(c);
@@ -349,13 +354,13 @@ static uint64_t accept(struct context *c, const struct seg_gpu_task *task) {
 uint64_t seg_gpu_queued(uint32_t context, const struct seg_gpu_task *task) {
   if (!context || context >= used) return 0;
   struct context *c = &contexts[context];
-  struct slot copy = {0};
+  struct told told = {0, 0};
   if (!take(&c->lock)) return 0;
   uint64_t ticket = c->comm ? accept(c, task) : 0;
-  if (ticket) copy = told_of(&c->slots[ticket % SLOTS]);
+  if (ticket) told = told_of(&c->slots[ticket % SLOTS]);
   give(&c->lock);
   if (!ticket) count(&unmatched);
-  else tell(&copy, WIRE_QUEUED);
+  else tell(told, WIRE_QUEUED);
   return ticket ? ticket << 16 | context << 2 | TASK : 0;
 }
 
@@ -368,10 +373,11 @@ uint64_t seg_gpu_begun(uint64_t name) {
   struct context *c = context_in(name, TASK);
   if (!c) return 0;
   uint64_t ticket = name >> 16, fresh = ticket << 1;
-  struct slot *s = &c->slots[ticket % SLOTS], copy = told_of(s);
+  struct slot *s = &c->slots[ticket % SLOTS];
+  struct told told = told_of(s);
   if (atomic_compare_exchange_strong(&s->state, &fresh, fresh | 1)) {
     if (ticket > c->begun) atomic_store(&c->begun, ticket);
-    tell(&copy, WIRE_STARTED);
+    tell(told, WIRE_STARTED);
   }
   return name ^ TASK ^ KERNEL;
 }
@@ -380,12 +386,13 @@ void seg_gpu_ended(uint64_t name) {
   struct context *c = context_in(name, KERNEL);
   if (!c) return;
   uint64_t ticket = name >> 16;
-  struct slot *s = &c->slots[ticket % SLOTS], copy = told_of(s);
+  struct slot *s = &c->slots[ticket % SLOTS];
+  struct told told = told_of(s);
   uint64_t seen = atomic_load(&s->ended);
   do {
     if (seen >> 16 != ticket) return;
   } while (!atomic_compare_exchange_weak(&s->ended, &seen, seen + 1));
-  if ((seen & 0xffff) + 1 == copy.task.channels) tell(&copy, WIRE_FINISHED);
+  if ((seen & 0xffff) + 1 == told.what >> 48) tell(told, WIRE_FINISHED);
 }
 
 struct seg_gpu_figures seg_gpu_figures(void) {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_kit import FINISHED, QUEUED, STARTED, Event, Nccl, Witness, build
+from gpu_kit import FINISHED, QUEUED, ROOT, STARTED, Event, Nccl, Witness, build
 
 SLOTS = 4096
 VERSIONS = (3, 4, 5, 6)
@@ -294,3 +294,23 @@ def test_many_threads(library: Path) -> None:
     program = PROGRAM.format(here=str(Path(__file__).parent), library=str(library))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_stress_under_sanitizers(tmp_path: Path, sanitizer: str) -> None:
+    shim, program = ROOT / "native/shim", tmp_path / "stress"
+    sources = [str(Path(__file__).parent / "gpu_stress.c"), *map(str, sorted(shim.glob("gpu_*.c")))]
+    flags = [
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-O1",
+        "-g",
+        "-pthread",
+        f"-fsanitize={sanitizer}",
+    ]
+    subprocess.run(["gcc", *flags, f"-I{shim}", f"-I{ROOT}/native", "-o", str(program), *sources, "-ldl"], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
