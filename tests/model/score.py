@@ -192,8 +192,8 @@ def decidable(trial: Trial) -> bool:
 
 def _known_elsewhere(trial: Trial, rank: int) -> bool:
     """Whether all that the rank issued and doesn't know to be done is known to be done by another of its ranks."""
-    known = {op.key for other in trial.view.ranks for op in other.operations if op.done}
-    return all(op.done or op.key in known for op in trial.view.ranks[rank].operations)
+    known = {op.key for other in trial.view.ranks for op in other.operations if op.done or op.ended}
+    return all(op.done or op.ended or op.key in known for op in trial.view.ranks[rank].operations)
 
 
 def _streams_alone_would_end(trial: Trial) -> bool:

@@ -72,7 +72,12 @@ def test_a_healthy_job_ends(layout: Layout, pace_ns: int) -> None:
     for evidence in EVIDENCE:
         view = view_of(run, evidence)
         check(view)
-        assert all(op.done for rank in view.ranks for op in rank.operations if evidence != CALLS or op.key[1] != "p")
+        assert all(
+            (op.done or op.ended)
+            for rank in view.ranks
+            for op in rank.operations
+            if evidence != CALLS or op.key[1] != "p"
+        )
         assert len(view.comms) == len(run.job.members)
         assert all(len(comm.members) == comm.nranks for comm in view.comms)
 
@@ -119,7 +124,7 @@ def test_windows_are_cut_at_different_places() -> None:
     for kept, rank in zip(view.ranks, whole.ranks, strict=True):
         left_out = rank.operations[: len(rank.operations) - len(kept.operations)]
         assert kept.operations == rank.operations[len(left_out) :]
-        assert all(op.done for op in left_out)
+        assert all(op.done or op.ended for op in left_out)
         assert sum(kept.base.values()) == sum(op.key[1] in ("c", "p") for op in left_out)
 
 

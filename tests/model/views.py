@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stallscope.diagnose.look import SYMMETRIC
 from stallscope.diagnose.view import DEAD, USER, Comm, Key, Operation, Rank, View
 
 from .simulator import Host, Op, Run
@@ -11,7 +12,8 @@ __all__ = ["CALLS", "EVIDENCE", "GPU", "WAITS", "cut", "view_of"]
 CALLS, WAITS, GPU = "calls", "waits", "gpu"
 """Evidence. WAITS: calls, and that what was issued before a wait for the device that returned is done. CALLS: the same,
 but nothing is known of the ends of sends and receives, which is what a capture without a completion tap gives
-(diagnose/look.py). GPU: also which operations started and ended on the device."""
+(diagnose/look.py). GPU: which operations started and ended on each device, as a witness inside the process tells it: that one
+GPU has ended its part means that all have begun it only where each needs something of all."""
 
 EVIDENCE = (CALLS, GPU, WAITS)
 
@@ -30,8 +32,10 @@ def cut(host: Host, keep: int) -> int:
 def _operation(op: Op, pos: int, done: bool, evidence: str, comms: dict[int, int]) -> Operation:
     device = evidence == GPU and op.key[1] in ("c", "p")
     key: Key = (comms[op.call.comm], *op.key[1:])
+    together = op.call.name in (*SYMMETRIC, "ncclRecv")
     return Operation(op.rank, pos, key, op.call.name, op.call.signature, op.stream, op.batch.enter_ns, op.returned,
-                     op.batch.number, done, op.started if device else None)  # fmt: skip
+                     op.batch.number, done and (together or not device), op.started if device else None,
+                     device and done)  # fmt: skip
 
 
 def _base(ops: list[Op], comms: dict[int, int]) -> dict[Key, int]:

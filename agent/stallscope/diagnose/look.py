@@ -31,7 +31,7 @@ from stallscope.diagnose.view import (
     View,
 )
 
-__all__ = ["Looker"]
+__all__ = ["SYMMETRIC", "Looker"]
 
 Array = NDArray[Any]
 WINDOW = 1024
