@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /* Takes the place of NCCL's one profiler plugin, where it is free: sets NCCL_PROFILER_PLUGIN before NCCL looks at it. */
+#define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -9,6 +9,7 @@
  *
  * A communicator's context stands inside the communicator, at a distance from its beginning that is the same for all of
  * one libnccl: so its address tells which communicator it is. */
+#define _GNU_SOURCE
 #include "gpu_ops.h"
 
 #include <dlfcn.h>

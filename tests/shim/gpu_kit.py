@@ -46,7 +46,7 @@ def build(folder: Path, sanitizer: str = "") -> Path:
     library = folder / f"libwitness{'-' + sanitizer.split(',')[0] if sanitizer else ''}.so"
     shim = ROOT / "native/shim"
     sources = [*sorted(shim.glob("gpu_*.c")), Path(__file__).parent / "gpu_kit.c"]
-    flags = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-fPIC", "-fvisibility=hidden"]
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-fPIC", "-fvisibility=hidden"]
     flags += [f"-fsanitize={sanitizer}"] if sanitizer else []
     command = [
         "gcc",
