@@ -25,6 +25,7 @@ GETTERS = {"cuGetProcAddress": 391, "cuGetProcAddress_v2": 392, "cudaGetDriverEn
 PRELOAD = ("dlsym", "dlvsym", "execve", "execv", "execvp", "execvpe", "execl", "execlp", "execle", "fexecve",
            "execveat", "posix_spawn", "posix_spawnp")  # fmt: skip
 FIRST = ("func", "event", "bytes", "graph_exec", "device", "host", "stream")
+PLUGIN = tuple(f"ncclProfiler_v{version}" for version in (3, 4, 5, 6))  # native/shim/gpu_plugin.c
 LIBRARIES = {"CUDART": 0, "CUDA": 1, "NCCL": 2}
 
 
@@ -200,7 +201,7 @@ def main(folder: Path, names: list[str]) -> None:
     rows = entries(found)
     (folder / "shim_entries.h").write_text(head + "".join(f"SEG_ENTRY({name}, {to})\n" for name, to, *_ in rows))
     (folder / "shim_tables.c").write_text(tables(found))
-    exported = "".join(f"    {name};\n" for name in sorted([*(row[0] for row in rows), *PRELOAD]))
+    exported = "".join(f"    {name};\n" for name in sorted([*(row[0] for row in rows), *PRELOAD, *PLUGIN]))
     (folder / "shim.map").write_text("{\n  global:\n" + exported + "  local: *;\n};\n")
 
 

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "hot.h"
 #include <string.h>
+#include "gpu.h"
 
 #define FLAGS_OF(k) ((uint32_t)((k) >> 32 & 0xff))
 #define COMM_OF(k) ((uint32_t)((k) >> 40 & 15))
@@ -11,6 +12,8 @@
 #define UID_OF(k) ((uint32_t)((k) >> 52 & 15))
 #define FAMILY (1u << 8)
 #define IN_PROGRESS 7
+#define FIRST_CREATION 350 /* ncclGetUniqueId to ncclCommGrow */
+#define LAST_CREATION 357
 
 static struct seg_comm *rows_of(struct seg_header *h) {
   return (struct seg_comm *)(void *)((uint8_t *)h + SEG_COMMS_AT);
@@ -83,6 +86,11 @@ static void tell_entry(struct seg_call *c, const struct seg_nccl *k, const uint6
   else if (k->is_call) seg_bump(&c->t->counts[c->hook].lost);
 }
 
+static void tell_witness(const struct seg_call *c, const uint64_t *a, const void *real) {
+  if (c->hook >= FIRST_CREATION && c->hook <= LAST_CREATION) seg_gpu_before_creation(real);
+  else if (!(c->flags & (WIRE_NESTED | WIRE_NO_SEQ))) seg_gpu_entered(c->hook, a, c->n);
+}
+
 void *seg_nccl_enter(struct seg_call *c, const struct seg_nccl *k, uint32_t instance, void *back, uint64_t sp,
                      const uint64_t *a, const void *uid) {
   struct seg_thread *t = seg_self;
@@ -107,6 +115,7 @@ void *seg_nccl_enter(struct seg_call *c, const struct seg_nccl *k, uint32_t inst
   seg_push(t, FAMILY, c, sp, !(c->flags & WIRE_ENTERED) && !k->is_call);
   show(c, a);
   __atomic_store_n(&t->block->depth, c->depth + 1, __ATOMIC_RELEASE);
+  tell_witness(c, a, real);
   return real;
 }
 
@@ -149,6 +158,7 @@ void seg_nccl_leave(struct seg_call *c, const struct seg_nccl *k, int32_t status
   if (!t || !t->slots) return;
   uint64_t dur = seg_ticks() - c->t0, out = argument(a, OUT_OF(k->cookie));
   seg_pop(t, c);
+  if (!(c->flags & (WIRE_NESTED | WIRE_NO_SEQ))) seg_gpu_returned(c->hook, a, c->n, status);
   if (k->is_call) return;
   seg_time(t, (uint32_t)(k->cookie >> 20 & 0xfff) + (c->flags & WIRE_NESTED), dur);
   if (out) a[7] = *(uint64_t *)out;
