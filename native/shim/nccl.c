@@ -14,6 +14,8 @@
 #define IN_PROGRESS 7
 #define FIRST_CREATION 350 /* ncclGetUniqueId to ncclCommGrow */
 #define LAST_CREATION 357
+#define DESTROY 359 /* ncclCommDestroy, ncclCommAbort */
+#define ABORT 360
 
 static struct seg_comm *rows_of(struct seg_header *h) {
   return (struct seg_comm *)(void *)((uint8_t *)h + SEG_COMMS_AT);
@@ -41,7 +43,7 @@ static uint64_t argument(const uint64_t *a, uint32_t index_plus_one) {
   return index_plus_one && index_plus_one <= 8 ? a[index_plus_one - 1] : 0;
 }
 
-static void number(struct seg_call *c, const struct seg_nccl *k, const uint64_t *a) {
+static void number(struct seg_call *c, const struct seg_nccl *k, const uint64_t *a, const void *real) {
   struct seg_comm *row = comm_at(c->t->header, argument(a, COMM_OF(k->cookie)));
   if (!row) {
     __atomic_fetch_add(&c->t->header->losses[SEG_NO_COMM], 1, __ATOMIC_RELAXED);
@@ -52,6 +54,7 @@ static void number(struct seg_call *c, const struct seg_nccl *k, const uint64_t 
   c->n = (uint32_t)__atomic_fetch_add(&row->next, 1, __ATOMIC_RELAXED);
   __atomic_store_n(&row->last_hook, k->hook, __ATOMIC_RELAXED);
   __atomic_store_n(&row->last_count, argument(a, k->count), __ATOMIC_RELAXED);
+  if (UNLIKELY(row->nranks <= 0)) seg_find_rank(row, argument(a, COMM_OF(k->cookie)), real);
   uint64_t type = (uint32_t)argument(a, k->dtype) | argument(a, k->redop) << 32;
   __atomic_store_n(&row->last_type, type, __ATOMIC_RELAXED);
 }
@@ -109,7 +112,7 @@ void *seg_nccl_enter(struct seg_call *c, const struct seg_nccl *k, uint32_t inst
   c->depth = t->depth;
   c->flags = c->active & FAMILY ? WIRE_NESTED : 0;
   if (c->flags) seg_bump(&row->nested);
-  if (FLAGS_OF(k->cookie) & WIRE_HOOK_SEQ && !c->flags) number(c, k, a);
+  if (FLAGS_OF(k->cookie) & WIRE_HOOK_SEQ && !c->flags) number(c, k, a, real);
   c->t0 = seg_ticks();
   tell_entry(c, k, a, uid);
   seg_push(t, FAMILY, c, sp, !(c->flags & WIRE_ENTERED) && !k->is_call);
@@ -129,6 +132,12 @@ static void made(struct seg_call *c, const struct seg_nccl *k, const uint64_t *a
   row->nranks = k->nranks ? (int32_t)argument(a, k->nranks) : -1;
   row->errors = 0;
   row->made_by = k->hook;
+}
+
+/* Another one may lie there next, made inside a group: then its creation does not tell where. */
+static void forget_rank(struct seg_call *c, const struct seg_nccl *k, const uint64_t *a) {
+  struct seg_comm *row = comm_at(c->t->header, argument(a, COMM_OF(k->cookie)));
+  if (row) row->nranks = -1;
 }
 
 static void keep_uid(struct seg_call *c, uint64_t comm, const void *uid) {
@@ -160,6 +169,7 @@ void seg_nccl_leave(struct seg_call *c, const struct seg_nccl *k, int32_t status
   seg_pop(t, c);
   if (!(c->flags & (WIRE_NESTED | WIRE_NO_SEQ))) seg_gpu_returned(c->hook, a, c->n, status);
   if (k->is_call) return;
+  if ((c->hook == DESTROY || c->hook == ABORT) && !status) forget_rank(c, k, a);
   seg_time(t, (uint32_t)(k->cookie >> 20 & 0xfff) + (c->flags & WIRE_NESTED), dur);
   if (out) a[7] = *(uint64_t *)out;
   if (out && (!status || status == IN_PROGRESS)) {

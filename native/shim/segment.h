@@ -74,7 +74,7 @@ struct seg_comm {
   uint64_t comm;                             /* its address; 0 = free */
   uint64_t next;                             /* operations numbered so far */
   uint64_t last_hook, last_count, last_type; /* the newest operation; type: dtype | redop << 32 */
-  int32_t rank, nranks;                      /* -1 = not seen */
+  int32_t rank, nranks;                      /* valid where nranks > 0 */
   uint32_t errors, made_by;                  /* hook whose return gave it, 0 = not seen */
   uint64_t has_uid;
   uint8_t uid[WIRE_UID_BYTES];

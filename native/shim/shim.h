@@ -110,6 +110,8 @@ struct seg_way {
 struct seg_way seg_cold(uint32_t hook, uint32_t slot, uint32_t instance, void *back);
 uint32_t seg_settle(struct seg_thread *t, uint64_t sp); /* what is really active */
 void seg_not_stale(struct seg_thread *t, uint32_t depth, uint32_t hook);
+/* rank.c */
+void seg_find_rank(struct seg_comm *row, uint64_t comm, const void *real);
 /* vital.c */
 void seg_told(struct seg_call c, uint64_t dur, int32_t status, const uint64_t *a);
 int seg_put(struct seg_thread *t, const struct seg_vital *v, const void *uid);

@@ -140,3 +140,14 @@ def test_a_witness_changes_no_other_verdict(kind: str) -> None:
         made = case(kind, seed)
         verdicts = judge(made.job.view(known="gpu", start=True))
         assert [(v.kind, v.culprits) for v in verdicts] == [(KINDS[kind], made.culprits)], seed
+
+
+def test_a_rank_that_may_wait_in_a_communicator_of_unknown_members_is_not_accused() -> None:
+    """Its neighbour's GPU is stuck before an all-reduce of both, of which nobody can tell which operation it is."""
+    layout = Layout(2, 2, 2)
+    view = Job(layout, with_fault(layout, "gpu-stuck", 1, 5, 12), ahead=0).view(known="gpu", start=True)
+    assert [v.culprits for v in judge(view)] == [(1,)]
+    for comm in view.comms:
+        if comm.id.startswith("tp"):
+            comm.aligned = False
+    assert all(0 not in v.culprits for v in judge(view))

@@ -66,6 +66,7 @@ class Communicators:
         """By the shim's table a communicator lies there; new only where the record of its creation is lost."""
         place = (process.proc, row.pointer)
         if place in self._by_pointer:
+            self._name(*self._by_pointer[place], row)
             return
         member = Member(process.proc, process.pid, 0, row.rank, status=SUCCESS, made_ns=at_ns)
         if row.uid is not None and row.nranks is not None:
@@ -76,6 +77,12 @@ class Communicators:
         if comm and self.join(comm, member):
             comm.learn_version(process.nccl_version)
             self.settle(place, comm, member)
+
+    def _name(self, comm: Communicator, member: Member, row: TableRow) -> None:
+        """What the creation did not tell: the rank of a split's child."""
+        if member.rank is None and row.rank is not None and comm.at_rank.get(row.rank, member) is member:
+            member.rank, comm.at_rank[row.rank] = row.rank, member
+            comm.nranks = row.nranks if comm.nranks is None else comm.nranks
 
     def find(self, proc: int, pointer: int) -> tuple[Communicator, Member] | None:
         """The communicator behind a process's ncclComm_t."""

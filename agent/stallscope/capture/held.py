@@ -13,7 +13,7 @@ from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target
 
-__all__ = ["ODD", "PLACES", "Held", "added", "is_of", "losses_of", "table_row"]
+__all__ = ["ODD", "PLACES", "Held", "added", "is_of", "losses_of", "rank_rows", "table_row"]
 
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
@@ -40,6 +40,7 @@ class Held:
         unread: whether records older than the mark may wait in it.
         idle, rest: looks since it had a record, and how many more are let go by without one.
         is_open: False once it was read to its end, or made no sense.
+        ranks: rows of `rank_rows` that were sent.
     """
 
     target: Target
@@ -55,6 +56,7 @@ class Held:
     idle: int = 0
     rest: int = 0
     is_open: bool = True
+    ranks: list[list[Any]] = field(default_factory=list)
 
     def close(self) -> None:
         """Let the segment go; the process keeps it."""
@@ -80,6 +82,11 @@ def table_row(comm: Comm) -> list[Any]:
     """As COMMS frames have it."""
     newest = comm.last or (0, 0, 0, 0)
     return [comm.pointer, comm.next if comm.last else 0, *newest, comm.rank, comm.nranks, comm.uid or b""]
+
+
+def rank_rows(comms: list[Comm]) -> list[list[Any]]:
+    """The same, with no more than which rank each of them is: records tell the rest."""
+    return [[c.pointer, 0, 0, 0, 0, 0, c.rank, c.nranks, b""] for c in comms if c.rank is not None]
 
 
 def added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -304,9 +304,9 @@ class Segment:
 def _comm(row: Any) -> Comm:
     used = row.last_hook != 0
     last = (int(row.last_hook), int(row.last_count), row.last_type & 0xFFFFFFFF, row.last_type >> 32) if used else None
-    seen = row.made_by != 0
+    known = row.nranks > 0
     return Comm(
-        int(row.comm), int(row.next), last, int(row.rank) if seen and row.rank >= 0 else None,
-        int(row.nranks) if seen and row.nranks >= 0 else None, int(row.errors), int(row.made_by) or None,
+        int(row.comm), int(row.next), last, int(row.rank) if known and row.rank >= 0 else None,
+        int(row.nranks) if known else None, int(row.errors), int(row.made_by) or None,
         bytes(ffi.buffer(row.uid)) if row.has_uid else None,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
-from stallscope.capture.held import ODD, Held, added, is_of, losses_of, table_row
+from stallscope.capture.held import ODD, Held, added, is_of, losses_of, rank_rows, table_row
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
@@ -180,6 +180,14 @@ class Shims:
             if held.is_passive and held.is_open and lock(held.fd):
                 held.is_passive = False  # the capture that had it is gone
                 self._set_mode(held)
+            self._tell_ranks(held)
+
+    def _tell_ranks(self, held: Held) -> None:
+        """Not every creation says which rank it makes, and memory can't be read everywhere. Records come first."""
+        rows = rank_rows(self._guarded(held, held.segment.comms, []))
+        if rows != held.ranks and not self._drain(held):
+            held.ranks = rows
+            self._outbox.send(Kind.COMMS, {"at_ns": self._now(), "proc": held.target.proc, "comms": rows})
 
     def open_tap(self, on: bool) -> None:
         """Record every call that tells of completion, or as many as of other calls again."""

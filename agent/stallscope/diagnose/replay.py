@@ -324,6 +324,16 @@ class Replay:
         behind = lane is not None and self._unit_of[rank][index] <= lane.begun
         return True if op.done or op.ended or behind else op.started
 
+    def is_behind_unknown(self, rank: int, index: int) -> bool:
+        """Whether an operation on a communicator that proves nothing stands in front of it, in its stream, for all that
+        is known."""
+        stream = self.op(rank, index).stream
+        for before in range(index - 1, -1, -1):
+            op = self.op(rank, before)
+            if op.stream == stream and op.key[1] in ("c", "p"):
+                return not (op.done or op.ended or before in self._lane_of[rank])
+        return False
+
     def next_number(self, rank: int, prefix: Key, begin: int = 0) -> int:
         """The number of the rank's first operation of a kind from a place in its window on, issued or not."""
         ops: Iterable[Operation] = self.view.ranks[rank].operations

@@ -66,7 +66,7 @@ def _not_begun(replay: Replay, key: Key) -> list[int]:
 
 def _is_first(replay: Replay, rank: int, index: int) -> bool:
     """Whether nothing that it issued earlier is unfinished."""
-    return min(_open(replay, rank), default=-1) == index
+    return min(_open(replay, rank), default=-1) == index and not replay.is_behind_unknown(rank, index)
 
 
 def _gpu_verdict(replay: Replay, rank: int, key: Key) -> Verdict:
