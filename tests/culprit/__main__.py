@@ -1,5 +1,6 @@
-"""``python -m tests.culprit [--kinds a,b] [--mode live|late|mid|all] [--ahead 0|100] [--seeds N]``: the table of faults.
+"""``python -m tests.culprit [--kinds a,b] [--mode live|late|mid|all] [--ahead 0|100] [--seeds N] [--via bpf|shim]``: the table of faults.
 
+via shim: started by `stallscope run`, or, for late and mid, with the shim in it and attached to later.
 live: attached from the first call; late: when it has made some thousand; mid: 10 s into the block. all: live and late,
 and in the block, with one seed, what can be told there.
 Prints a line as each run ends, in Markdown; exits with 1 if one was wrong.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from culprit_cases import KINDS, MID, MODES, NAMED_IN_THE_BLOCK, Case, is_possible
+from culprit_cases import BPF, KINDS, MID, MODES, NAMED_IN_THE_BLOCK, SHIM, Case, is_possible
 from culprit_run import RunFailed, play
 from culprit_score import Score, score
 
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=(*MODES, "all"), default="live")
     parser.add_argument("--ahead", type=int, choices=(0, 100), help="default: both")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--via", choices=(BPF, SHIM), default=BPF)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("-v", action="store_true", help="also what attach said on stderr")
     args = parser.parse_args()
@@ -46,7 +48,7 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
                 continue
             for ahead in (0, 100) if args.ahead is None else (args.ahead,):
                 for seed in range(args.first_seed, args.first_seed + (1 if is_short else args.seeds)):
-                    case = Case(kind, mode, ahead, seed)
+                    case = Case(kind, mode, ahead, seed, args.via)
                     if is_possible(case):
                         yield case
 

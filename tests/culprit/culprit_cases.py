@@ -8,6 +8,7 @@ from typing import NamedTuple
 RANKS = (1, 6, 3, 5, 2, 7, 4)  # at fault, by seed
 LIVE, LATE, MID = "live", "late", "mid"
 MODES = (LIVE, LATE, MID)
+BPF, SHIM = "bpf", "shim"
 STEP = {LIVE: 20, LATE: 400, MID: 20}  # some steps of history, and for `late` time to attach
 LATE_AFTER_STEPS = 100  # 900 NCCL calls a rank, 7200 in all
 IN_BLOCK_S = 10.0
@@ -53,6 +54,12 @@ ANSWERS = {
     "send-send": Answer(("ORDER_DEADLOCK",), evidence=SEEN),
     "many-short": Answer((), settings="ms=100,times=20", also=("episodes",)),
 }
+BY_GPU = {
+    "gpu-stuck": Answer(("GPU_STUCK",), evidence=("gpu_start",)),
+    "transport-stuck": Answer(("ALL_ARRIVED",), named=False, evidence=("gpu_start",)),
+}
+"""With the shim: NCCL tells when kernels begin. It remembers what was before the attach, so that the answers inside a
+block are those of a capture from the beginning."""
 HOST_STATE = ("host_state",)
 IN_THE_BLOCK = {
     "late": Answer(("NOT_ARRIVED",), evidence=HOST_STATE, settings="seconds=90", also=("host",)),
@@ -76,6 +83,7 @@ class Case(NamedTuple):
     mode: str = LIVE
     ahead: int = 0
     seed: int = 0
+    via: str = BPF
 
     @property
     def rank(self) -> int:
@@ -85,6 +93,8 @@ class Case(NamedTuple):
     @property
     def answer(self) -> Answer:
         """The right one."""
+        if self.via == SHIM:
+            return (ANSWERS | BY_GPU)[self.kind]
         return (IN_THE_BLOCK if self.mode == MID else ANSWERS)[self.kind]
 
     def fault(self, step: int) -> str:
@@ -95,7 +105,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """For people, without blanks."""
-        return f"{self.kind}-{self.mode}-{self.ahead}-{self.seed}"
+        return f"{self.kind}-{self.mode}-{self.ahead}-{self.seed}" + ("-shim" if self.via == SHIM else "")
 
 
 def is_possible(case: Case) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -14,14 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
-from culprit_cases import IN_BLOCK_S, LATE, LATE_AFTER_STEPS, LIVE, MID, STEP, Case
+from culprit_cases import IN_BLOCK_S, LATE, LATE_AFTER_STEPS, LIVE, MID, SHIM, STEP, Case
 
 from stallscope.sim.job.board import Board
 
 ROOT = Path(__file__).resolve().parents[2]
 SIM_LIB = ROOT / "build" / "sim" / "lib"
+SHIM_LIB = ROOT / "build" / "shim" / "libstallscope.so"
 LAYOUT = (2, 2, 2)
 RANKS = 8
 PATIENCE_S = 8.0  # after the fault: then nothing more is waited for
@@ -29,6 +31,7 @@ LINGER_S = 1.5  # after the first incident, for others that must not come
 START_S = 60.0
 END_S = 60.0
 Json = dict[str, Any]
+J = TypeVar("J", bound="Job")
 
 
 class RunFailed(Exception):
@@ -76,8 +79,8 @@ class Lines:
 class Job:
     """The simulated job; its folder tells how far it is."""
 
-    def __init__(self, folder: Path, ranks: int, *options: str) -> None:
-        self.folder, self.truth_file, self._ranks = folder, folder / "truth.json", ranks
+    def __init__(self, folder: Path, *options: str, has_shim: bool = False) -> None:
+        self.folder, self.truth_file, self.ranks = folder, folder / "truth.json", RANKS
         command = [sys.executable, "-m", "stallscope.sim.job", f"--truth={self.truth_file}", "--hold", *options]
         self.figures = tempfile.mkdtemp(prefix="stallscope-figures-")
         os.chmod(self.figures, 0o755)
@@ -88,10 +91,15 @@ class Job:
             "TMPDIR": str(folder),
             "STALLSCOPE_SIM_STATS": self.figures,
         }
-        self.process = subprocess.Popen(
+        if has_shim:
+            env["LD_PRELOAD"] = str(SHIM_LIB)
+        self._board: Board | None = None
+        self.process = self._start(command, env)
+
+    def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[Any]:
+        return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, start_new_session=True
         )
-        self._board: Board | None = None
 
     def go(self) -> None:
         """Let the ranks start."""
@@ -107,8 +115,8 @@ class Job:
         inner = self._inner()
         if self._board is None and inner and (inner / "board").exists():
             with suppress(ValueError):  # not written yet
-                self._board = Board(inner / "board", self._ranks)
-        return min(self._board.read(rank).steps for rank in range(self._ranks)) if self._board else 0
+                self._board = Board(inner / "board", self.ranks)
+        return min(self._board.read(rank).steps for rank in range(self.ranks)) if self._board else 0
 
     def fault(self) -> Json:
         """What the rank at fault wrote down; empty before it happened."""
@@ -130,6 +138,39 @@ class Job:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         shutil.rmtree(self.figures, ignore_errors=True)
+
+
+class RunJob(Job):
+    """The same under `stallscope run --json`, which is its tracer as well."""
+
+    def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[Any]:
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill
+        run = [sys.executable, str(Path(__file__).parent / "culprit_shim.py"), self.figures, "--json", "--"]
+        self.attached_ns = time.monotonic_ns()
+        process = subprocess.Popen(
+            [*run, *command], stdin=subprocess.PIPE, stdout=self._out, stderr=subprocess.PIPE, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stderr is not None
+        self.lines = Lines(io.TextIOWrapper(process.stderr))
+        return process
+
+    def report(self) -> Json:
+        """As a signal to it ends it."""
+        self.process.terminate()
+        self.process.wait(END_S)
+        self._out.seek(0)
+        text = self._out.read()  # what the job itself says stands in front
+        begin = text.find("{\n") if "{\n" in text else text.find("{")
+        if begin < 0:
+            raise RunFailed(f"run made no report: {self.lines.text()}")
+        report: Json = json.loads(text[begin:])
+        return report
+
+    def kill(self) -> None:
+        """Leave nothing behind."""
+        super().kill()
+        self._out.close()
 
 
 class Tracer:
@@ -155,8 +196,8 @@ class Tracer:
     def _ended(self) -> str | None:
         return None if self.process.poll() is None else f"attach ended: {self.lines.text()}"
 
-    def end(self) -> Json:
-        """As Ctrl-C does; its report."""
+    def report(self) -> Json:
+        """As Ctrl-C ends it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         code = self.process.wait(END_S)
@@ -195,11 +236,17 @@ def maybe(what: Callable[[], Any], end_ns: int) -> Any:
 
 
 @contextmanager
-def a_job(*options: str, layout: tuple[int, int, int] = LAYOUT) -> Iterator[Job]:
+def a_job(
+    *options: str,
+    make: Callable[..., J] = Job,  # type: ignore[assignment]
+    layout: tuple[int, int, int] = LAYOUT,
+    **more: Any,
+) -> Iterator[J]:
     """A job that is gone at the end, whatever happens."""
     with tempfile.TemporaryDirectory(prefix="culprit-") as folder:
         tp, pp, dp = layout
-        job = Job(Path(folder), tp * pp * dp, f"--tp={tp}", f"--pp={pp}", f"--dp={dp}", *options)
+        job = make(Path(folder), f"--tp={tp}", f"--pp={pp}", f"--dp={dp}", *options, **more)
+        job.ranks = tp * pp * dp
         try:
             yield job
         finally:
@@ -220,7 +267,12 @@ def play(case: Case, step: int | None = None) -> Run:
     """Run a case. Raises RunFailed."""
     at_step = STEP[case.mode] if step is None else step
     options = [f"--fault={case.fault(at_step)}", f"--ahead={case.ahead}", f"--seed={case.seed}"]
-    with a_job("--duration=600", "--load-time=0.5", *options) as job:
+    options = ["--duration=600", "--load-time=0.5", *options]
+    if case.via == SHIM and case.mode == LIVE:
+        with a_job(*options, make=RunJob) as running:
+            running.go()
+            return _watched(case, running, running)
+    with a_job(*options, has_shim=case.via == SHIM) as job:
         if case.mode != LIVE:
             job.go()
         if case.mode == LATE:
@@ -238,7 +290,7 @@ def play(case: Case, step: int | None = None) -> Run:
     return run
 
 
-def _watched(case: Case, job: Job, tracer: Tracer) -> Run:
+def _watched(case: Case, job: Job, tracer: Tracer | RunJob) -> Run:
     """From the attach to the end."""
     fault = until(job.fault, START_S, "no fault")
     since_ns = max(fault["start_ns"], tracer.attached_ns)
@@ -251,6 +303,6 @@ def _watched(case: Case, job: Job, tracer: Tracer) -> Run:
         over = until(lambda: job.fault().get("end_ns"), 60, "the fault did not end")
         maybe(lambda: tracer.lines.first("incident 1 resolved"), over + int(PATIENCE_S * 1e9))
     offset = time.time_ns() - time.monotonic_ns()
-    report = tracer.end()
+    report = tracer.report()
     truth = job.end()
     return Run(report, truth, tracer.lines.text(), tracer.attached_ns, told_ns, steps_then, offset)

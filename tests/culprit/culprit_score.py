@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from culprit_cases import LIMIT_S, MID, Case
+from culprit_cases import LIMIT_S, LIVE, MID, SHIM, Case
 from culprit_run import Run
 
 from stallscope.sim.job.faults import CALL_FAULTS, parse_fault
@@ -163,6 +163,9 @@ def _more(case: Case, run: Run, incident: Json) -> Iterator[str]:
         yield f"ncclCommAbort is not named: {incident['summary']}"
     if "resolved" in also:
         yield from _resolved(run, incident)
+    elif case.via == SHIM and case.mode == LIVE:  # `run` reports when the job has been ended
+        if incident["outcome"] == "resolved" and run.truth["fault"]["hangs"]:
+            yield "resolved while it goes on"
     elif run.truth["fault"]["hangs"] and case.kind != "die" and (incident["ended"] or incident["outcome"] != "running"):
         yield f"outcome {incident['outcome']} while it goes on"
     if run.told_ns is None:

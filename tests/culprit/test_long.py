@@ -37,7 +37,7 @@ def test_a_healthy_job_is_not_accused(needs_bpf: None) -> None:
     with a_job(f"--duration={HEALTHY_S}", *options) as job, a_tracer(job) as tracer:
         job.go()
         job.process.wait(HEALTHY_S + 120)
-        report = tracer.end()
+        report = tracer.report()
         truth = json.loads(job.truth_file.read_text())
     ranks = {rank["pid"]: rank["rank"] for rank in truth["ranks"]}
     incidents = report["incidents"]
@@ -83,9 +83,9 @@ def test_many_short_blocks_and_a_long_one(needs_bpf: None, tmp_path: Path) -> No
         until(lambda: len(job.fault().get("pauses", [])) > TIMES, 400, "the pauses did not end")
         done = job.steps()
         until(lambda: job.steps() > done + 20, 60, "the job stands")
-        live = early.end()
+        live = early.report()
         job.process.wait(300)
-        after = whole.end()
+        after = whole.report()
         truth = json.loads(job.truth_file.read_text())
     assert sum(sum(rank["operations"].values()) for rank in truth["ranks"]) >= 20_000
     check(live, truth)

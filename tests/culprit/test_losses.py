@@ -45,7 +45,7 @@ def record(path: Path, *options: str) -> Recorded:
             maybe(lambda: tracer.lines.first("incident "), fault["start_ns"] + 7 * SECOND)
         else:
             until(lambda: job.steps() >= 150, 60, "the job did not come so far")
-        tracer.end()
+        tracer.report()
         truth = job.end()
     return Recorded(frames_of(path), truth)
 

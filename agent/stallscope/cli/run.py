@@ -17,6 +17,7 @@ from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, Stallsc
 from stallscope.wire.frames import Kind
 
 if TYPE_CHECKING:
+    from stallscope.capture.forward import StandIn
     from stallscope.capture.shimsession import ShimSession
 
 __all__ = ["add_parser", "run"]
@@ -65,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 class Run:
     """One run of the command."""
 
-    def __init__(self, args: argparse.Namespace, words: list[str], who: Caller) -> None:
-        self.args, self.words, self.who = args, words, who
+    def __init__(self, args: argparse.Namespace, words: list[str], who: Caller, nvml: StandIn | None = None) -> None:
+        self.args, self.words, self.who, self._nvml = args, words, who, nvml
 
     def run(self) -> int:
         """Start, trace, report; the exit code."""
@@ -113,7 +114,7 @@ class Run:
 
         become_subreaper()
         one_in = max(self.args.sample, MIN_ONE_IN) if self.args.mode == "min" else self.args.sample
-        with parts_of_capture(aggregator, self.who) as parts:
+        with parts_of_capture(aggregator, self.who, self._nvml) as parts:
             session = parts.shim_session(self.args.mode, preload.handover, one_in=one_in)
             try:
                 start_ns = time.monotonic_ns()
