@@ -275,7 +275,10 @@ class Looker:
                     newest[comm] = max(newest.get(comm, -1), int(operation.key[-1]))
         aligned = {comm: number for comm, number in newest.items() if self.view.comms[comm].aligned}
         for rank in self.view.ranks:
+            tells_ends = any(operation.ended for operation in rank.operations)
             for at, operation in enumerate(rank.operations):
+                if tells_ends and operation.started is not None:
+                    continue  # its own witness knows better: who called with more elements goes on waiting
                 is_known = operation.key[1] == "c" and int(operation.key[-1]) <= aligned.get(int(operation.key[0]), -1)
                 if is_known and not operation.done:
                     rank.operations[at] = operation._replace(done=True)

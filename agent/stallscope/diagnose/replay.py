@@ -76,6 +76,7 @@ class Replay:
         self._unit_of = [[0] * len(rank.operations) for rank in ranks]
         self._left: dict[Key, int] = {}
         self._ended: set[Key] = set()
+        self._tells_ends = [any(op.ended for op in rank.operations) for rank in ranks]
         self._used = [{key[0] for key in rank.base} for rank in ranks]
         for index in range(len(ranks)):
             self._lay_out(index, serial)
@@ -140,14 +141,16 @@ class Replay:
             for key in self._last_barriers(lane, begin):
                 for other, index in self.at[key].items():
                     theirs, number = self._lane_of[other][index], self._unit_of[other][index]
-                    units = number + (key in self._ended and theirs.unit(number) == [index])
+                    ended = key in self._ended and not self._is_watched(self.op(other, index))
+                    units = number + (ended and theirs.unit(number) == [index])
                     before = theirs.proven
                     if other != lane.rank and units > before:
                         self._prove(theirs, units)
                         todo.append((theirs, before))
 
     def _spread_ends(self) -> None:
-        """What has ended on one rank has on all, if they called it alike: who sends less ends first."""
+        """What has ended on one rank has on all, if they called it alike: who sends less ends first. Not where a witness
+        of the rank itself would have told its end."""
         views = [rank.operations for rank in self.view.ranks]
         if not any(op.done for ops in views for op in reversed(ops)):
             return
@@ -158,8 +161,11 @@ class Replay:
                 here = [views[r][i] for r, i in self.at[key].items()]
                 if any(op.done for op in here) and key[1] not in API_KINDS and len({op.signature for op in here}) == 1:
                     self._ended.add(key)
-                    fired[index] = 1
+                    fired[index] = not self._is_watched(ops[index])
                 index = fired.find(0, index + 1)
+
+    def _is_watched(self, op: Operation) -> bool:
+        return self._tells_ends[op.rank] and op.started is not None
 
     def _seen_to_end(self) -> set[frozenset[Signature]]:
         """Signatures that differ and of which all ranks know that the operation ended."""
@@ -313,7 +319,8 @@ class Replay:
 
     def is_known(self, op: Operation) -> bool:
         """Whether it is known to have ended, on this rank or another one."""
-        return op.done or op.ended or op.key in self._ended or (op.key[1] in API_KINDS and op.returned)
+        elsewhere = op.key in self._ended and not self._is_watched(op)
+        return op.done or op.ended or elsewhere or (op.key[1] in API_KINDS and op.returned)
 
     def has_begun(self, rank: int, index: int) -> bool | None:
         """Whether the GPU has come to it; None where nobody told.
