@@ -149,8 +149,10 @@ class Replay:
                         todo.append((theirs, before))
 
     def _spread_ends(self) -> None:
-        """What has ended on one rank has on all, if they called it alike: who sends less ends first. Not where a witness
-        of the rank itself would have told its end."""
+        """What has ended on one rank has on all, if they called it alike: who sends less ends first.
+
+        Not where a witness of the rank itself would have told its end.
+        """
         views = [rank.operations for rank in self.view.ranks]
         if not any(op.done for ops in views for op in reversed(ops)):
             return
