@@ -135,6 +135,22 @@ def test_a_hole_in_the_numbers_is_a_lost_record_and_counts() -> None:
     assert (arrived(state), place.missed) == ([4, 0], 2)
 
 
+def test_what_was_lost_in_the_middle_shifts_only_what_came_after_it() -> None:
+    job = Job()
+    for skip in (0, 0, 3, 0):
+        job.reduce(1, skip=skip)
+    assert keys(job.state(), 0) == [(0, "c", 0), (0, "c", 1), (0, "c", 5), (0, "c", 6)]
+
+
+def test_the_place_of_a_lost_number_does_not_keep_an_old_operation() -> None:
+    arrivals = Arrivals()
+    comm = arrivals.add(2, START)
+    columns = arrivals.history(comm)[0].shape[1]
+    arrivals.came(comm, 0, np.arange(columns), np.full(columns, START), np.ones(columns, np.uint64))
+    arrivals.came(comm, 0, np.array([columns + 5]), np.array([START + 1]), np.ones(1, np.uint64))
+    assert arrivals.history(comm)[0][0, :7].tolist() == [0, 0, 0, 0, 0, START + 1, START]
+
+
 def test_a_hole_among_sends_leaves_nothing_to_build_on() -> None:
     job = Job()
     job.send(1, 1)

@@ -85,10 +85,12 @@ class Arrivals:
     def came(self, comm: int, rank: int, indices: Array, times: Array, signatures: Array) -> None:
         """A rank issued operations of these numbers, in order."""
         kept_times, kept_signatures = self.history(comm)
-        places = indices % kept_times.shape[1]
+        row, columns = int(self.first[comm]) + rank, kept_times.shape[1]
+        upto, places = int(indices[-1]) + 1, indices % columns
+        # Where numbers were lost, their places still hold operations of long ago.
+        kept_times[rank, np.arange(max(int(self.arrived[row]), upto - columns), upto) % columns] = 0
         kept_times[rank, places], kept_signatures[rank, places] = times, signatures
-        row = int(self.first[comm]) + rank
-        self.arrived[row] = int(indices[-1]) + 1
+        self.arrived[row] = upto
         self.last_ns[row], self.signature[row] = int(times[-1]), signatures[-1]
 
     def lowest(self) -> Array:

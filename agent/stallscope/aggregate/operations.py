@@ -217,12 +217,13 @@ class Operations:
             return
         at = at[np.argsort(rows["n"][at], kind="stable")]  # threads may have taken their numbers in another order
         mixed = bool(place.peers) or bool((rows["kind"][at] != COLLECTIVE).any())
-        self._miss(place, rows["n"][at], mixed)
+        lost = self._miss(place, rows["n"][at], mixed)
         empty = (rows["kind"][at] == COLLECTIVE) & (rows["elements"][at] == 0)
         rows["kind"][at[empty]] = OTHER
-        chosen = at[rows["kind"][at] == COLLECTIVE]
-        rows["index"][chosen] = place.collectives + np.arange(len(chosen))
-        place.collectives += len(chosen)
+        is_chosen = rows["kind"][at] == COLLECTIVE
+        chosen = at[is_chosen]
+        rows["index"][chosen] = place.collectives + np.arange(len(chosen)) + lost[is_chosen]
+        place.collectives += len(chosen) + int(lost[-1])
         for kind in (SEND, RECV):
             mine = at[rows["kind"][at] == kind]
             for peer in np.unique(rows["root"][mine]).tolist():
@@ -234,17 +235,16 @@ class Operations:
         if len(chosen):
             place.untold += len(chosen)
 
-    def _miss(self, place: Place, n: Array, mixed: bool) -> None:
-        """Numbers have no holes: one in them is a record that was lost."""
+    def _miss(self, place: Place, n: Array, mixed: bool) -> Array:
+        """Numbers have no holes: one in them is a record that was lost. How many collectives were lost before each."""
         first = int(n[0]) if place.next_n is None else place.next_n
-        holes = int(n[-1]) + 1 - first - len(n)
-        if holes > 0:
-            place.missed += holes
-            if not mixed:
-                place.collectives += holes  # all of them are collectives, as far as anybody saw
-            else:
-                place.spoiled = True
+        lost = np.maximum(0, n.astype(np.int64) - first - np.arange(len(n)))
         place.next_n = int(n[-1]) + 1
+        place.missed += int(lost[-1])
+        if mixed and lost[-1]:
+            place.spoiled = True
+        # All of them are collectives, as far as anybody saw.
+        return np.zeros_like(lost) if mixed else lost
 
     def _place(self, issuer: Issuer, pointer: int) -> Place | None:
         if pointer not in issuer.places:
