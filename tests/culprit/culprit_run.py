@@ -145,7 +145,14 @@ class RunJob(Job):
 
     def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[Any]:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill
-        run = [sys.executable, str(Path(__file__).parent / "culprit_shim.py"), self.figures, "--json", *(["-o", f"/tmp/h-gpu-t/c-{time.time_ns()}.rec"]), "--"]
+        run = [
+            sys.executable,
+            str(Path(__file__).parent / "culprit_shim.py"),
+            self.figures,
+            "--json",
+            *(["-o", f"/tmp/h-gpu-t/c-{time.time_ns()}.rec"]),
+            "--",
+        ]
         self.attached_ns = time.monotonic_ns()
         process = subprocess.Popen(
             [*run, *command], stdin=subprocess.PIPE, stdout=self._out, stderr=subprocess.PIPE, env=env,

@@ -142,6 +142,19 @@ def test_what_was_lost_in_the_middle_shifts_only_what_came_after_it() -> None:
     assert keys(job.state(), 0) == [(0, "c", 0), (0, "c", 1), (0, "c", 5), (0, "c", 6)]
 
 
+def test_a_record_behind_later_ones_gets_the_number_that_was_left_for_it() -> None:
+    """And the same one a second time none."""
+    job = Job()
+    for n in (0, 2, 1, 1, 3, 2):
+        job.numbers[1] = n
+        job.reduce(1, elements=8 + n)
+        job.add(Kind.TICK, at_ns=job.now)
+    state = job.state()
+    found = Looker(state, state.now_ns).view.ranks[0].operations
+    assert [(op.key[-1], op.signature.elements) for op in found] == [(0, 8), (2, 10), (1, 9), (3, 11)]
+    assert (arrived(state)[0], state.operations.issuers[1].places[POINTER[1]].missed) == (4, 0)
+
+
 def test_the_place_of_a_lost_number_does_not_keep_an_old_operation() -> None:
     arrivals = Arrivals()
     comm = arrivals.add(2, START)

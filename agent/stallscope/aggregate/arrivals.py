@@ -90,8 +90,9 @@ class Arrivals:
         # Where numbers were lost, their places still hold operations of long ago.
         kept_times[rank, np.arange(max(int(self.arrived[row]), upto - columns), upto) % columns] = 0
         kept_times[rank, places], kept_signatures[rank, places] = times, signatures
-        self.arrived[row] = upto
-        self.last_ns[row], self.signature[row] = int(times[-1]), signatures[-1]
+        if upto > self.arrived[row]:
+            self.arrived[row] = upto
+            self.last_ns[row], self.signature[row] = int(times[-1]), signatures[-1]
 
     def lowest(self) -> Array:
         """By communicator: how many operations all ranks that we trace have issued."""

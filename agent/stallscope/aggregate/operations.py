@@ -217,6 +217,9 @@ class Operations:
             return
         at = at[np.argsort(rows["n"][at], kind="stable")]  # threads may have taken their numbers in another order
         mixed = bool(place.peers) or bool((rows["kind"][at] != COLLECTIVE).any())
+        at = self._late(issuer, place, rows, at, mixed)
+        if not len(at):
+            return
         lost = self._miss(place, rows["n"][at], mixed)
         empty = (rows["kind"][at] == COLLECTIVE) & (rows["elements"][at] == 0)
         rows["kind"][at[empty]] = OTHER
@@ -234,6 +237,20 @@ class Operations:
                     place.peers[kind, peer] = first + len(pair)
         if len(chosen):
             place.untold += len(chosen)
+
+    def _late(self, issuer: Issuer, place: Place, rows: Array, at: Array, mixed: bool) -> Array:
+        """Records that come behind later ones, or a second time; those that are neither."""
+        n = rows["n"][at].astype(np.int64)
+        if place.next_n is None or n[0] >= place.next_n:
+            return at
+        late, known = n < place.next_n, issuer.log.newest(len(issuer.log))
+        again = np.isin(n, known["n"][(known["pointer"] == place.pointer) & (known["kind"] != OTHER)])
+        rows["index"][at[late]] = place.collectives - place.next_n + n[late]
+        rows["kind"][at[late & (again | mixed)]] = OTHER
+        found = int((late & ~again).sum())
+        place.missed -= found
+        place.untold += 0 if mixed else found
+        return at[~late]
 
     def _miss(self, place: Place, n: Array, mixed: bool) -> Array:
         """Numbers have no holes: one in them is a record that was lost. How many collectives were lost before each."""
