@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aggregate_kit import START, call
+from aggregate_kit import DONE, START, call
 from test_operations import POINTER, STREAM, Job
 
 from stallscope.aggregate.starts import Starts
@@ -285,3 +285,18 @@ def test_begins_that_were_not_told_leave_holes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(starts, "_cells", 1 << 20)
     starts.began(1, 2, 0, np.arange(1), np.arange(1))
     assert 1 not in starts.times
+
+
+def test_hosts_that_are_late_by_themselves_make_no_straggler_where_gpus_begin_together() -> None:
+    job = Told()
+    for step in range(200):
+        at = START + 100 * MS + step * 5 * MS
+        for proc in (1, 2):
+            job.reduce(proc, at=at + (proc - 1) * 3 * MS)
+            job.told(proc, QUEUED, at=at + 3 * MS + 1)
+            job.told(proc, STARTED, at=at + 4 * MS + proc)
+            wait = job.record("cudaStreamSynchronize", DONE, slot=proc, ns=2 * MS, at=at, a=(STREAM,))
+            job.recs.append(wait)
+        job.now = at + 5 * MS
+        job.add(Kind.TICK, at_ns=job.now)
+    assert straggling(job) == []

@@ -25,6 +25,7 @@ POWER_WINDOW_NS = 2_200_000_000
 POWER_MARGIN = 1.1
 LEAST_SAMPLES = 1
 OFTEN = 1.5
+FRESH_NS = 1_000_000_000
 
 
 class Straggler(NamedTuple):
@@ -58,7 +59,7 @@ def stragglers(state: State, completed: Completed, begun: Begun) -> list[Straggl
     tied = _tied(state, owners)
     found: list[Straggler] = []
     for comm in sorted(completed.last.keys() | begun.last.keys()):
-        one = _by_gpu(state, comm, begun) or _by_host(state, comm, completed)
+        one = _on(state, comm, completed, begun)
         if one is not None and not _is_staged(comm, owners, tied) and (comm, one.rank) in owners:
             found.append(one._replace(proc=owners[comm, one.rank]))
     roots = (
@@ -78,9 +79,13 @@ def colleagues(state: State, proc: int) -> set[int]:
     return found
 
 
-def _by_gpu(state: State, comm: int, begun: Begun) -> Straggler | None:
-    rows = begun.last.get(comm)
-    one = None if rows is None else _of(comm, rows, int(state.operations.arrivals.size[comm]))
+def _on(state: State, comm: int, completed: Completed, begun: Begun) -> Straggler | None:
+    """GPUs that begin together are not late, whatever their hosts do meanwhile."""
+    gpu, host = begun.last.get(comm), completed.last.get(comm)
+    newest = int(host[-1, 2]) if host is not None and len(host) else 0
+    if gpu is None or len(gpu) < ENOUGH or int(gpu[-1, 2]) < newest - FRESH_NS:
+        return _by_host(state, comm, completed)
+    one = _of(comm, gpu, int(state.operations.arrivals.size[comm]))
     return None if one is None else one._replace(evidence="gpu_start")
 
 
