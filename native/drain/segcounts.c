@@ -211,6 +211,10 @@ int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slo
   return (int)n;
 }
 
+uint32_t segment__gpu(const struct segment *s) {
+  return (uint32_t)seg_word(s, offsetof(struct seg_header, gpu));
+}
+
 void segment__losses(struct segment *s, uint64_t *out) {
   uint64_t header[SEG_LOSSES];
   memset(out, 0, SEGMENT_LOSSES * sizeof(*out));

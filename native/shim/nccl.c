@@ -14,6 +14,7 @@
 #define IN_PROGRESS 7
 #define FIRST_CREATION 350 /* ncclGetUniqueId to ncclCommGrow */
 #define LAST_CREATION 357
+#define GROUP_END 341
 #define DESTROY 359 /* ncclCommDestroy, ncclCommAbort */
 #define ABORT 360
 
@@ -89,8 +90,12 @@ static void tell_entry(struct seg_call *c, const struct seg_nccl *k, const uint6
   else if (k->is_call) seg_bump(&c->t->counts[c->hook].lost);
 }
 
+static bool is_creation(uint32_t hook) {
+  return hook >= FIRST_CREATION && hook <= LAST_CREATION;
+}
+
 static void tell_witness(const struct seg_call *c, const uint64_t *a, const void *real) {
-  if (c->hook >= FIRST_CREATION && c->hook <= LAST_CREATION) seg_gpu_before_creation(real);
+  if (is_creation(c->hook)) seg_gpu_before_creation(real);
   else if (!(c->flags & (WIRE_NESTED | WIRE_NO_SEQ))) seg_gpu_entered(c->hook, a, c->n);
 }
 
@@ -169,6 +174,8 @@ void seg_nccl_leave(struct seg_call *c, const struct seg_nccl *k, int32_t status
   seg_pop(t, c);
   if (!(c->flags & (WIRE_NESTED | WIRE_NO_SEQ))) seg_gpu_returned(c->hook, a, c->n, status);
   if (k->is_call) return;
+  if (is_creation(c->hook) || c->hook == GROUP_END)
+    __atomic_store_n(&t->header->gpu, seg_gpu_state(), __ATOMIC_RELAXED);
   if ((c->hook == DESTROY || c->hook == ABORT) && !status) forget_rank(c, k, a);
   seg_time(t, (uint32_t)(k->cookie >> 20 & 0xfff) + (c->flags & WIRE_NESTED), dur);
   if (out) a[7] = *(uint64_t *)out;

@@ -59,7 +59,7 @@ struct seg_header {
   uint64_t counter, mono_ns, real_ns; /* read together when the segment was made */
   uint64_t ticks_per_s;               /* estimate */
   uint64_t hooks[(WIRE_HOOKS + 63) / 64];
-  uint64_t pad0;
+  uint64_t gpu; /* enum seg_gpu_state, gpu.h: whether NCCL tells what the GPU begins */
   uint64_t settings __attribute__((aligned(64)));
   uint64_t long_ticks;  /* waits from here on are always recorded */
   uint64_t ns_per_tick; /* fixed point, 32 fraction bits */

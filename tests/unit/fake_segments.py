@@ -54,7 +54,17 @@ class FakeSegment:
             pid=pid, start_ticks=ticks, mono_ns=10**12, hooks=frozenset({LAUNCH}), mode=Mode.FULL, readers=0
         )
         made.__dict__.update(
-            header=header, batches=[], rows=[], changes=[], lost={}, table=[], modes=[], opened=None, bad=None, **more
+            header=header,
+            batches=[],
+            rows=[],
+            changes=[],
+            lost={},
+            table=[],
+            modes=[],
+            opened=None,
+            bad=None,
+            gpu=0,
+            **more,
         )
         cls.contents[os.fstat(fd).st_ino] = made
         return made

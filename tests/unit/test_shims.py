@@ -14,7 +14,7 @@ from fake_segments import LAUNCH, REDUCE, FakeSegment, Sent, count_row, memfd, r
 from stallscope.capture import shims as module
 from stallscope.capture.held import PLACES
 from stallscope.capture.rings import SlotChanges, Thread
-from stallscope.capture.segment import Mode
+from stallscope.capture.segment import Comm, Mode
 from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, UNREADY_NS, Shims, ShimSettings
 from stallscope.capture.sums import Sums
 from stallscope.wire.frames import Kind
@@ -245,3 +245,27 @@ def test_sums_of_one_program_are_its_own() -> None:
     sums.add(SlotChanges([LAUNCH, REDUCE], count_row(4) + count_row(1), [], b""))
     sums.close()
     assert sums.add(SlotChanges([REDUCE], count_row(2), [], b"")).counts == count_row(3)
+
+
+def test_where_nccl_does_not_tell_what_the_gpu_begins_is_noted_once(world: World) -> None:
+    fd = memfd()
+    planned = FakeSegment.plan(fd)
+    world.shims.adopt(target(), fd)
+    for state in (0, 4, 20, 1, 1):
+        assert planned.opened is not None
+        planned.opened.gpu = state
+        world.shims.calibrate()
+    assert [text for body in world.sent.of(Kind.NOTE) if "GPU" in (text := body["text"])] == [
+        "what its GPU begins is not known: NCCL has another profiler plugin"
+    ]
+
+
+def test_which_rank_a_communicator_is_is_told_when_it_is_known(world: World) -> None:
+    fd = memfd()
+    planned = FakeSegment.plan(fd)
+    world.shims.adopt(target(), fd)
+    for rank, nranks in ((None, None), (3, 8), (3, 8)):
+        assert planned.opened is not None
+        planned.opened.table = [Comm(0x5000, 9, None, rank, nranks, 0, None, None)]
+        world.shims.calibrate()
+    assert [body["comms"] for body in world.sent.of(Kind.COMMS)] == [[[0x5000, 0, 0, 0, 0, 0, 3, 8, b""]]]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stallscope.capture.gaps import Losses
-from stallscope.capture.segment import Comm, Segment
+from stallscope.capture.segment import GPU_NO_PATH, GPU_OLD, GPU_TAKEN, Comm, Segment
 from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target
 
-__all__ = ["ODD", "PLACES", "Held", "added", "is_of", "losses_of", "rank_rows", "table_row"]
+__all__ = ["NO_WITNESS", "ODD", "PLACES", "Held", "added", "is_of", "losses_of", "rank_rows", "table_row"]
 
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
@@ -29,6 +29,12 @@ ODD = {
     "corrupt": "times something in its segment made no sense",
 }
 
+NO_WITNESS = {
+    GPU_TAKEN: "NCCL has another profiler plugin",
+    GPU_OLD: "NCCL before 2.26 does not tell it",
+    GPU_NO_PATH: "the path of libstallscope.so is too long for NCCL",
+}
+
 
 @dataclass
 class Held:
@@ -41,6 +47,7 @@ class Held:
         idle, rest: looks since it had a record, and how many more are let go by without one.
         is_open: False once it was read to its end, or made no sense.
         ranks: rows of `rank_rows` that were sent.
+        witness: what was said of NCCL's profiler plugin.
     """
 
     target: Target
@@ -57,6 +64,7 @@ class Held:
     rest: int = 0
     is_open: bool = True
     ranks: list[list[Any]] = field(default_factory=list)
+    witness: str | None = None
 
     def close(self) -> None:
         """Let the segment go; the process keeps it."""

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from stallscope.capture._drain import ffi, lib
 from stallscope.capture.rings import MAX_UIDS, REC_BYTES, UID_BYTES, Drained, InflightRow, SlotChanges, inflight_rows
 
-__all__ = ["BadSegment", "Clock", "Comm", "Header", "Mode", "Segment", "SegmentThread"]
+__all__ = ["GPU_AT_WORK", "GPU_NO_PATH", "GPU_OLD", "GPU_TAKEN", "BadSegment", "Clock", "Comm", "Header", "Mode",
+           "Segment", "SegmentThread"]  # fmt: skip
 
 LONG_NS = 200_000
 _ALL = 0xFFFFFFFF
@@ -23,6 +24,7 @@ _TAP = 4
 _LOSSES = ("overwritten", "vital_full", "no_ring", "busy", "stale", "no_comm", "unwrapped", "hello", "corrupt",
            "comms_made")  # fmt: skip
 _MAX_COMMS = 1024
+GPU_TAKEN, GPU_OLD, GPU_NO_PATH, GPU_AT_WORK = 1, 2, 3, 16  # native/shim/gpu.h
 _SETTLE_S = 0.02
 _LINES = 4096  # SEG_LINES in native/drain/drain.h
 _TOLERATED_NS = 2_000
@@ -263,6 +265,11 @@ class Segment:
         out = ffi.new("uint64_t[]", lib.SEGMENT_LOSSES)
         lib.segment__losses(self._c, out)
         return {**dict(zip(_LOSSES, map(int, out), strict=True)), "deep": 0}
+
+    @property
+    def gpu(self) -> int:
+        """Whether NCCL tells what the GPU begins: one of GPU_TAKEN to GPU_NO_PATH; from GPU_AT_WORK on yes."""
+        return int(lib.segment__gpu(self._c))
 
     def set_mode(self, mode: Mode, one_in: float = 1.0, *, tap: bool = False, long_ns: int = LONG_NS) -> None:
         """Change how calls are recorded, at once.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
-from stallscope.capture.held import ODD, Held, added, is_of, losses_of, rank_rows, table_row
+from stallscope.capture.held import NO_WITNESS, ODD, Held, added, is_of, losses_of, rank_rows, table_row
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
@@ -181,6 +181,13 @@ class Shims:
                 held.is_passive = False  # the capture that had it is gone
                 self._set_mode(held)
             self._tell_ranks(held)
+            self._tell_witness(held)
+
+    def _tell_witness(self, held: Held) -> None:
+        why = NO_WITNESS.get(self._guarded(held, lambda: held.segment.gpu, 0))
+        if why is not None and held.witness is None:
+            held.witness = why
+            self._note(held.target, f"what its GPU begins is not known: {why}")
 
     def _tell_ranks(self, held: Held) -> None:
         """Not every creation says which rank it makes, and memory can't be read everywhere. Records come first."""
