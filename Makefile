@@ -106,7 +106,7 @@ test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated
 	$(Q)$(PY) -m pytest tests/torch --durations=5
 
 test-culprit: build ## every fault, hosts in step and ahead, three seeds, attached early and late; a healthy job (1.5 hours)
-	$(Q)code=0; $(PY) -m tests.culprit --mode all --seeds 3 || code=1; \
+	$(Q)code=0; $(PY) -m tests.culprit --mode all --seeds 3 || code=1; $(PY) -m tests.culprit --via shim --seeds 3 || code=1; \
 	STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_LONG_TESTS=1 STALLSCOPE_HEALTHY_SECONDS=600 $(PY) -m pytest -v tests/culprit/test_long.py tests/culprit/test_losses.py || code=1; \
 	STALLSCOPE_MODEL_SEEDS=100 $(PY) -m pytest -v tests/model || code=1; exit $$code
 

@@ -117,4 +117,6 @@ def is_possible(case: Case) -> bool:
 
 # One seed of each kind, one half in step and the other ahead; two that are attached late and two in the block.
 SHORT = [Case(kind, LIVE, 100 * (i % 2)) for i, kind in enumerate(KINDS)]
+THROUGH_THE_SHIM = [Case(kind, LIVE, ahead, via=SHIM) for kind, ahead in (
+    ("gpu-stuck", 0), ("gpu-stuck", 100), ("transport-stuck", 0), ("in-split", 100), ("wrong-count", 0), ("slow", 100))]  # fmt: skip
 SHORT += [Case("never", LATE, 100), Case("skip", LATE), Case("io", MID), Case("in-abort", MID, 100)]

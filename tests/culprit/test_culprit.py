@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from culprit_cases import SHORT, Case
+from culprit_cases import SHORT, THROUGH_THE_SHIM, Case
 from culprit_run import play
 from culprit_score import score
 
 
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
 def test_the_culprit_is_named(needs_bpf: None, case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", THROUGH_THE_SHIM, ids=[case.name for case in THROUGH_THE_SHIM])
+def test_the_culprit_is_named_without_privileges(case: Case) -> None:
+    """By `stallscope run`; what the GPUs began is known."""
+    check(case)
+
+
+def check(case: Case) -> None:
     run = play(case)
     result = score(case, run)
     assert not result.problems, f"said: {result.said} after {result.seconds} s; {run.stderr}"

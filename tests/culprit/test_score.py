@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from culprit_cases import ANSWERS, IN_THE_BLOCK, KINDS, LATE, MID, SHORT, Case, is_possible
+from culprit_cases import ANSWERS, IN_THE_BLOCK, KINDS, LATE, MID, SHIM, SHORT, Case, is_possible
 from culprit_run import Run
 from culprit_score import score
 
@@ -64,6 +64,7 @@ def run_of(case: Case) -> Run:
 
 
 CASES = [case for mode in ("live", MID) for kind in KINDS if is_possible(case := Case(kind, mode))]
+CASES += [Case(kind, via=SHIM) for kind in KINDS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -159,3 +160,10 @@ def test_every_fault_of_the_job_has_an_answer() -> None:
     assert set(ANSWERS) == set(faults.KINDS) and set(IN_THE_BLOCK) <= set(ANSWERS)
     assert {case.kind for case in SHORT if case.mode == "live"} == set(ANSWERS)
     assert {case.ahead for case in SHORT} == {0, 100} and {case.mode for case in SHORT} == {"live", LATE, MID}
+
+
+def test_under_run_the_end_of_the_job_is_no_mistake() -> None:
+    case = Case("gpu-stuck", via=SHIM)
+    assert changed(case, of_incident(ended=True, outcome="aborted")) == []
+    assert changed(case, of_incident(ended=True, outcome="resolved")) == ["resolved while it goes on"]
+    assert "evidence api" in changed(case, of_incident(evidence="api"))
