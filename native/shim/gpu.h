@@ -15,6 +15,9 @@ enum seg_gpu_state {
   SEG_GPU_OLD = 2,      /* NCCL before 2.26 does not tell of kernels */
   SEG_GPU_NO_PATH = 3,  /* where this library lies is unknown, or too long for NCCL */
   SEG_GPU_CLAIMED = 4,  /* NCCL_PROFILER_PLUGIN names this library */
+  SEG_GPU_OFF = 5,      /* STALLSCOPE_SHIM_GPU=off */
+  SEG_GPU_NO_ROOM = 6,  /* NCCL before 2.31 may crash with a plugin where /dev/shm is small (NVIDIA/nccl#2326) */
+  SEG_GPU_SLOW = 7,     /* NCCL 2.31 loses up to a tenth of its throughput with one (NVIDIA/nccl#2355) */
   SEG_GPU_AT_WORK = 16, /* + version of the interface by which NCCL uses it */
 };
 
@@ -35,5 +38,7 @@ void seg_gpu_entered(uint32_t hook, const uint64_t *a, uint32_t n);
 void seg_gpu_returned(uint32_t hook, const uint64_t *a, uint32_t n, int32_t status);
 
 uint32_t seg_gpu_state(void);
+uint32_t seg_gpu_nccl_version(void); /* e.g. 22705; 0 = not known yet */
+void seg_gpu_hush(int change);       /* NCCL is to tell nothing of what is called from +1 to -1 */
 struct seg_gpu_figures seg_gpu_figures(void);
 #endif

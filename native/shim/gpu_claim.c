@@ -9,18 +9,28 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include "gpu.h"
 
 #define NAME "NCCL_PROFILER_PLUGIN"
+#define SWITCH "STALLSCOPE_SHIM_GPU" /* on: also where it may do harm; off */
+#define LEAST_ROOM (1ull << 30)
 
-enum { FIRST_VERSION = 22600, LONGEST_PATH = 254, CONFIG_BYTES = 64 << 10, CONFIG_PATH = 4096 };
+enum {
+  FIRST_VERSION = 22600,
+  OWN_THREAD = 23100,
+  MENDED = 23200,
+  LONGEST_PATH = 254,
+  CONFIG_BYTES = 64 << 10,
+  CONFIG_PATH = 4096
+};
 
 extern char **environ;
 uint32_t seg_gpu_at_work(void);
 
-static _Atomic uint32_t claimed, tried;
+static _Atomic uint32_t claimed, tried, nccl_version;
 static char setting[sizeof(NAME) + 1 + LONGEST_PATH + 1]; /* stands in the environment */
 
 static bool is_set_in(const char *text) {
@@ -81,13 +91,31 @@ static bool put(void) {
   return true;
 }
 
+static bool is_switched(const char *to) {
+  const char *value = getenv(SWITCH);
+  return value && strcmp(value, to) == 0;
+}
+
+/* Whether the program would suffer. */
+static uint32_t harm(uint32_t version) {
+  struct statvfs shm;
+  if (is_switched("on")) return 0;
+  if (version >= OWN_THREAD) return version < MENDED ? SEG_GPU_SLOW : 0;
+  bool has_room = statvfs("/dev/shm", &shm) == 0 && (uint64_t)shm.f_bavail * shm.f_frsize >= LEAST_ROOM;
+  return has_room ? 0 : SEG_GPU_NO_ROOM;
+}
+
 static uint32_t claim(const void *real) {
   Dl_info own;
   bool is_known = dladdr((const void *)seg_gpu_before_creation, &own) && own.dli_fname && own.dli_fname[0];
   const char *path = is_known && strlen(own.dli_fname) <= LONGEST_PATH ? own.dli_fname : NULL;
   const char *value = getenv(NAME);
+  uint32_t version = (uint32_t)version_of(real), reason;
+  atomic_store(&nccl_version, version);
+  if (is_switched("off")) return SEG_GPU_OFF;
   if (value) return path && strcmp(value, path) == 0 ? SEG_GPU_CLAIMED : SEG_GPU_TAKEN;
-  if (version_of(real) < FIRST_VERSION) return SEG_GPU_OLD;
+  if (version < FIRST_VERSION) return SEG_GPU_OLD;
+  if ((reason = harm(version))) return reason;
   if (is_configured() || is_installed()) return SEG_GPU_TAKEN;
   if (!path) return SEG_GPU_NO_PATH;
   snprintf(setting, sizeof(setting), "%s=%s", NAME, path);
@@ -100,6 +128,10 @@ void seg_gpu_before_creation(const void *real) {
   int kept = errno;
   atomic_store(&claimed, claim(real));
   errno = kept;
+}
+
+uint32_t seg_gpu_nccl_version(void) {
+  return atomic_load(&nccl_version);
 }
 
 uint32_t seg_gpu_state(void) {

@@ -28,8 +28,9 @@ enum {
   LARGEST_COMM = 16 << 20,
   GROUP_START = 340,
   GROUP_END = 341,
-  IN_PROGRESS = 7, /* ncclInProgress: accepted */
-  TASK = 1,        /* kinds of names */
+  IN_PROGRESS = 7,    /* ncclInProgress: accepted */
+  OWN_THREAD = 23100, /* NCCL from which on it has a thread for its profiler */
+  TASK = 1,           /* kinds of names */
   KERNEL = 2,
 };
 
@@ -66,6 +67,7 @@ static _Atomic uint64_t batches = 1;
 static _Atomic uint64_t unmatched, untold, exhausted, busy, homeless;
 static int (*is_capturing)(void *stream, int *status);
 static __thread uint32_t group_depth __attribute__((tls_model("initial-exec")));
+static __thread uint32_t hushes __attribute__((tls_model("initial-exec"))); /* seg_gpu_hush(1) without -1 */
 static __thread uint64_t group_batch __attribute__((tls_model("initial-exec")));
 
 static void count(_Atomic uint64_t *what) {
@@ -128,6 +130,14 @@ static struct seg_gpu_task task_of(struct shape s, const uint64_t *a) {
 
 static bool same(const struct seg_gpu_task *a, const struct seg_gpu_task *b) {
   return a->function == b->function && a->send == b->send && a->recv == b->recv && a->peer == b->peer;
+}
+
+/* Up to 2.30 kernels are told through NCCL's proxy, which fails when transfers of one group ask for too much of it
+ * (NVIDIA/nccl#2039): an all-to-all ends the program. */
+static bool is_unbearable(uint32_t hook) {
+  uint32_t version = seg_gpu_nccl_version();
+  bool is_transfer = hook == 330 || hook == 331 || (hook >= 306 && hook <= 308) || (hook >= 314 && hook <= 316);
+  return is_transfer && version && version < OWN_THREAD;
 }
 
 static uint32_t key_of(const struct seg_gpu_task *task) {
@@ -284,6 +294,11 @@ void seg_gpu_entered(uint32_t hook, const uint64_t *a, uint32_t n) {
   if (hook == GROUP_START && group_depth++) return;
   if (LIKELY(atomic_load_explicit(&used, memory_order_relaxed) == 1)) return;
   if (hook == GROUP_START) group_batch = atomic_fetch_add(&batches, 1);
+  if (is_unbearable(hook)) {
+    hushes++;
+    seg_gpu_hush(1);
+    return;
+  }
   struct shape s = shape_of(hook);
   if (!s.function) return;
   if (!group_depth) group_batch = atomic_fetch_add(&batches, 1);
@@ -308,6 +323,11 @@ static void forget(struct context *c, uint64_t batch, uint32_t hook, uint32_t n)
 void seg_gpu_returned(uint32_t hook, const uint64_t *a, uint32_t n, int32_t status) {
   if (hook == GROUP_END && group_depth) group_depth--;
   uint32_t end = atomic_load_explicit(&used, memory_order_relaxed);
+  if (UNLIKELY(hushes && is_unbearable(hook))) {
+    hushes--;
+    seg_gpu_hush(-1);
+    return;
+  }
   if (LIKELY(end == 1 || !status || status == IN_PROGRESS)) return;
   struct shape s = shape_of(hook);
   if (hook == GROUP_END && !group_depth) {

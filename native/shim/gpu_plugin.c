@@ -44,6 +44,17 @@ _Static_assert(offsetof(struct transfer, channels) == 36, "transfer");
 
 static _Atomic uint32_t at_work;
 
+/* NCCL's own mask of events, which it reads at each call: one for all communicators. */
+static int *_Atomic mask_of_nccl;
+static _Atomic int hushed;
+enum { WANTED = COLLECTIVE | TRANSFER | KERNEL };
+
+void seg_gpu_hush(int change) {
+  int *mask = atomic_load(&mask_of_nccl);
+  int now = atomic_fetch_add(&hushed, change) + change;
+  if (mask) __atomic_store_n(mask, now > 0 ? 0 : WANTED, __ATOMIC_RELAXED);
+}
+
 static uint8_t function_of(const char *name) {
   static const char *const names[] = {"",          "Broadcast", "Reduce", "AllGather", "ReduceScatter",
                                       "AllReduce", "Send",      "Recv"};
@@ -96,7 +107,8 @@ static int state(void *event, int number, const void *arguments) {
 /* Without room the context is NULL, and nothing is told of this communicator. An error would end the plugin for all. */
 static int init(void **context, int *mask, int ranks, unsigned version) {
   *context = (void *)(uintptr_t)seg_gpu_context_new(context, ranks);
-  *mask = COLLECTIVE | TRANSFER | KERNEL;
+  atomic_store(&mask_of_nccl, mask);
+  *mask = WANTED;
   atomic_store(&at_work, SEG_GPU_AT_WORK + version);
   return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from gpu_kit import FINISHED, QUEUED, ROOT, STARTED, Event, Nccl, Witness, build
 
 SLOTS = 4096
 VERSIONS = (3, 4, 5, 6)
+SIM = ROOT / "build/sim/lib/libnccl.so.2"
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +262,22 @@ def test_garbage_is_no_event(witness: Witness) -> None:
     assert nccl.queue("Nonsense", 1, 2) == 0 and nccl.queue("", 1, 2) == 0
     assert Nccl(witness, 5)._start(0x140, 0, bytes(64)) == 0, "another event, not the kernel's"
     assert witness.told() == []
+
+
+def test_an_old_nccl_is_asked_nothing_about_transfers(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through its proxy, which an all-to-all with a plugin brings down."""
+    monkeypatch.setenv("NCCL_PROFILER_PLUGIN", "none")  # this process keeps its environment
+    lib = ctypes.CDLL(str(SIM))  # 2.27.5
+    witness.lib.kit_before_creation(ctypes.cast(lib.ncclGetUniqueId, ctypes.c_void_p))
+    nccl = Nccl(witness)
+    assert nccl.mask.value == 70
+    for name in ("ncclSend", "ncclRecv", "ncclAlltoAll"):
+        n = witness.enter(name, comm=nccl.comm, count=1)
+        assert nccl.mask.value == 0
+        witness.leave(name, n)
+        assert nccl.mask.value == 70
+    witness.call("ncclAllReduce", send=1, recv=2, count=8, comm=nccl.comm)
+    assert nccl.queue("AllReduce", 1, 2) and nccl.mask.value == 70
 
 
 PROGRAM = """

@@ -88,7 +88,6 @@ struct state {
   unsigned children, splits, split_turn;
   struct state *forming, *next_forming; /* children that are on their way, and their list */
   struct user_op user_ops[MAX_USER_OPS];
-  int profiler_mask;
 };
 
 /* One call of the interface. */
@@ -104,7 +103,8 @@ struct operation {
   CUstream stream;
   uint64_t index;
   struct user_op scale;
-  void *event; /* the profiler's, of the operation */
+  void *event;  /* the profiler's, of the operation */
+  int profiled; /* its mask of events at the call */
 };
 
 /* comm.c */
@@ -159,6 +159,7 @@ void sim_hang_abort(const struct ncclComm *comm);
 
 /* profiler.c */
 enum { MAX_CHANNELS = 32 };
+int sim_profiler_mask(void);
 void sim_profiler_init(struct ncclComm *comm);
 void sim_profiler_finalize(struct ncclComm *comm);
 void *sim_profiler_queued(struct ncclComm *comm, struct operation *operations, size_t count);

@@ -166,6 +166,7 @@ ncclResult_t sim_group_add(const struct operation *operation) {
     group.operations = grown;
   }
   group.operations[group.count] = *operation;
+  group.operations[group.count].profiled = sim_profiler_mask();
   pthread_mutex_lock(&state->lock);
   group.operations[group.count++].index = state->operations++;
   pthread_mutex_unlock(&state->lock);

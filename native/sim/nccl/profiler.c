@@ -100,6 +100,7 @@ struct plugin {
 
 static const struct plugin *plugin;
 static int version, channels;
+static int event_mask; /* one for all communicators; the plugin may change it at any time */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static const char *const functions[] = {"Broadcast", "Reduce",   "AllGather", "ReduceScatter",
@@ -142,24 +143,26 @@ static void load(void) {
 }
 
 static ncclResult_t init(struct ncclComm *comm) {
-  struct state *state = comm->state;
-  if (version == 3) return ((init_3 *)plugin->init)(&comm->profilerContext, &state->profiler_mask);
+  if (version == 3) return ((init_3 *)plugin->init)(&comm->profilerContext, &event_mask);
   if (version == 4)
-    return ((init_4 *)plugin->init)(&comm->profilerContext, &state->profiler_mask, comm->config.commName,
-                                    comm->commHash, comm->nNodes, comm->nRanks, comm->rank, log_nothing);
-  return ((init_5 *)plugin->init)(&comm->profilerContext, comm->commHash, &state->profiler_mask, comm->config.commName,
+    return ((init_4 *)plugin->init)(&comm->profilerContext, &event_mask, comm->config.commName, comm->commHash,
+                                    comm->nNodes, comm->nRanks, comm->rank, log_nothing);
+  return ((init_5 *)plugin->init)(&comm->profilerContext, comm->commHash, &event_mask, comm->config.commName,
                                   comm->nNodes, comm->nRanks, comm->rank, log_nothing);
 }
 
 void sim_profiler_init(struct ncclComm *comm) {
   pthread_once(&once, load);
-  if (plugin && init(comm)) comm->state->profiler_mask = 0;
+  if (plugin && init(comm)) event_mask = 0;
 }
 
 void sim_profiler_finalize(struct ncclComm *comm) {
   if (plugin && comm->profilerContext) plugin->finalize(comm->profilerContext);
   comm->profilerContext = NULL;
-  comm->state->profiler_mask = 0;
+}
+
+int sim_profiler_mask(void) {
+  return __atomic_load_n(&event_mask, __ATOMIC_RELAXED);
 }
 
 /* What contains each kind of event, up to version 4 and from version 5 on. */
@@ -182,9 +185,9 @@ static int with_inner(int type) {
   }
 }
 
-static void *start(struct ncclComm *comm, struct description *description) {
+static void *start(struct ncclComm *comm, int mask, struct description *description) {
   void *event = NULL;
-  if (!plugin || !(comm->state->profiler_mask & with_inner((int)description->type))) return NULL;
+  if (!plugin || !comm->profilerContext || !(mask & with_inner((int)description->type))) return NULL;
   description->rank = comm->rank;
   return plugin->start_event(comm->profilerContext, &event, description) ? NULL : event;
 }
@@ -228,7 +231,7 @@ static void *call_of(const struct operation *op, void *parent) {
   struct description event = {.type = op->function < SEND ? COLL_API : P2P_API, .parent = parent};
   if (version < 5) return NULL;
   event.call = (struct call){functions[op->function], op->count, types[op->type], op->root, op->stream, false};
-  return start(op->comm, &event);
+  return start(op->comm, op->profiled, &event);
 }
 
 static void *task_of(const struct operation *op, void *call, void *group, uint64_t number) {
@@ -242,7 +245,7 @@ static void *task_of(const struct operation *op, void *call, void *group, uint64
   } else {
     event.p2p = p2p_of(op, group);
   }
-  return start(op->comm, &event);
+  return start(op->comm, op->profiled, &event);
 }
 
 /* All of a plan, in its order; the event of the group, which is to be stopped. */
@@ -250,8 +253,10 @@ void *sim_profiler_queued(struct ncclComm *comm, struct operation *operations, s
   struct description whole = {.type = GROUP}, api = {.type = GROUP_API};
   if (!plugin) return NULL;
   uint64_t earlier[FUNCTIONS] = {0};
-  void *outer = version < 5 ? NULL : start(comm, &api);
-  void *group = start(comm, &whole);
+  int mask = 0;
+  for (size_t i = 0; i < count; i++) mask |= operations[i].profiled;
+  void *outer = version < 5 ? NULL : start(comm, mask, &api);
+  void *group = start(comm, mask, &whole);
   for (size_t i = 0; i < count; i++) {
     void *call = call_of(&operations[i], outer);
     int f = (int)operations[i].function;
@@ -274,7 +279,7 @@ static uint64_t timer(void) {
 void sim_profiler_kernel(const struct operation *op, void *events[MAX_CHANNELS]) {
   for (int i = 0; plugin && i < channels; i++) {
     struct description event = {.type = KERNEL, .parent = op->event, .kernel = {(uint8_t)i, timer()}};
-    events[i] = start(op->comm, &event);
+    events[i] = start(op->comm, op->profiled, &event);
   }
 }
 
