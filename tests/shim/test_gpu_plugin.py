@@ -320,7 +320,6 @@ def test_stress_under_sanitizers(tmp_path: Path, sanitizer: str) -> None:
     sources = [str(Path(__file__).parent / "gpu_stress.c"), *map(str, sorted(shim.glob("gpu_*.c")))]
     flags = [
         "-std=c11",
-       
         "-Wall",
         "-Wextra",
         "-Werror",
