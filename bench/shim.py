@@ -116,7 +116,7 @@ def paced(c: Caller, count: int, mode: Mode, one_in: float) -> list[float]:
     ratios = []
     for index in range(count):
         order = (PACED_BARE, PACED) if index % 2 else (PACED, PACED_BARE)
-        ns = {way: c.ns(way, 2000, 3) for way in order}
+        ns = {way: c.ns(way, 300, 20) for way in order}  # windows that the scheduler seldom cuts
         ratios.append(ns[PACED_BARE] / ns[PACED])
     return ratios
 
