@@ -12,7 +12,7 @@
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define MOST_LINES 65536
+#define MOST_LINES 4096 /* 32 KiB of stack */
 #define ADDED 4
 
 extern char **environ;
