@@ -8,7 +8,7 @@ static const void *at(const struct seg_object *o, ElfW(Addr) value) {
   return (const void *)(value < o->base ? o->base + value : value);
 }
 
-static void read_dynamic(struct seg_object *o) {
+void seg_read_dynamic(struct seg_object *o) {
   const ElfW(Dyn) *soname = NULL;
   for (const ElfW(Dyn) *d = o->dynamic; d->d_tag != DT_NULL; d++) {
     if (d->d_tag == DT_SONAME) soname = d;
@@ -21,8 +21,10 @@ static void read_dynamic(struct seg_object *o) {
     else if (d->d_tag == DT_RELA) o->rela = at(o, d->d_un.d_ptr);
     else if (d->d_tag == DT_RELASZ) o->rela_bytes = d->d_un.d_val;
   }
-  const char *slash = o->path ? strrchr(o->path, '/') : NULL;
-  o->soname = soname && o->strings ? o->strings + soname->d_un.d_val : slash ? slash + 1 : "";
+  const char *name = o->path ? o->path : "";
+  for (const char *c = name; *c; c++)
+    if (*c == '/') name = c + 1;
+  o->soname = soname && o->strings ? o->strings + soname->d_un.d_val : name;
 }
 
 bool seg_object_of(const struct dl_phdr_info *info, struct seg_object *o) {
@@ -40,14 +42,14 @@ bool seg_object_of(const struct dl_phdr_info *info, struct seg_object *o) {
     if (end > o->to) o->to = end;
   }
   if (!o->dynamic) return false;
-  read_dynamic(o);
+  seg_read_dynamic(o);
   return o->strings && o->symbols && (o->gnu_hash || o->hash);
 }
 
 static void *function_at(const struct seg_object *o, uint32_t index, const char *name) {
   const ElfW(Sym) *s = &o->symbols[index];
   if (!s->st_shndx || !s->st_value || ELF64_ST_TYPE(s->st_info) != STT_FUNC) return NULL;
-  return strcmp(o->strings + s->st_name, name) ? NULL : (void *)(o->base + s->st_value);
+  return seg_order(o->strings + s->st_name, name) ? NULL : (void *)(o->base + s->st_value);
 }
 
 static uint32_t gnu_hash_of(const char *name) {
@@ -88,6 +90,6 @@ void *seg_symbol(const struct seg_object *o, const char *name) {
 
 bool seg_needs(const struct seg_object *o, const char *soname) {
   for (const ElfW(Dyn) *d = o->dynamic; d->d_tag != DT_NULL; d++)
-    if (d->d_tag == DT_NEEDED && !strcmp(o->strings + d->d_un.d_val, soname)) return true;
+    if (d->d_tag == DT_NEEDED && !seg_order(o->strings + d->d_un.d_val, soname)) return true;
   return false;
 }

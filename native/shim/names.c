@@ -6,27 +6,35 @@
 #include "system.h"
 #include <dlfcn.h>
 #include <string.h>
+#include <sys/auxv.h>
 
-struct libc {
-  const char *name;
-  void *address;
-};
-
-static int find_in_libc(struct dl_phdr_info *info, size_t size, void *argument) {
-  struct libc *want = argument;
-  struct seg_object o;
-  (void)size;
-  if (!seg_object_of(info, &o)) return 0;
-  if (strcmp(o.soname, "libc.so.6") && strcmp(o.soname, "libdl.so.2")) return 0;
-  void *found = seg_symbol(&o, want->name);
-  if (found) want->address = found;
-  return found != NULL;
+/* The loader's list of libraries, by way of the program's own headers. */
+static const struct link_map *first_library(void) {
+  const ElfW(Phdr) *headers = (const ElfW(Phdr) *)getauxval(AT_PHDR);
+  size_t n = getauxval(AT_PHNUM);
+  uintptr_t base = 0;
+  const ElfW(Dyn) *dynamic = NULL;
+  for (size_t i = 0; headers && i < n; i++) {
+    if (headers[i].p_type == PT_PHDR) base = (uintptr_t)headers - headers[i].p_vaddr;
+    if (headers[i].p_type == PT_DYNAMIC) dynamic = (const ElfW(Dyn) *)(base + headers[i].p_vaddr);
+  }
+  for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++)
+    if (dynamic->d_tag == DT_DEBUG && dynamic->d_un.d_ptr) return ((const struct r_debug *)dynamic->d_un.d_ptr)->r_map;
+  return NULL;
 }
 
+/* A function of libc. Not by dl_iterate_phdr: a sanitizer in the program has a function of that name, and calls our dlsym
+ * before it can be called itself. At the start of a program only: nothing else is loaded meanwhile. */
 void *seg_libc(const char *name) {
-  struct libc want = {name, NULL};
-  dl_iterate_phdr(find_in_libc, &want);
-  return want.address;
+  for (const struct link_map *m = first_library(); m; m = m->l_next) {
+    struct seg_object o = {.base = m->l_addr, .path = m->l_name, .dynamic = m->l_ld};
+    seg_read_dynamic(&o);
+    if (!o.strings || !o.symbols || (!o.gnu_hash && !o.hash)) continue;
+    if (seg_order(o.soname, "libc.so.6") && seg_order(o.soname, "libdl.so.2")) continue;
+    void *found = seg_symbol(&o, name);
+    if (found) return found;
+  }
+  return NULL;
 }
 
 void *seg_real_dlsym, *seg_real_dlvsym;
@@ -40,15 +48,15 @@ __attribute__((used)) void seg_find_dlsym(void) {
 }
 
 bool seg_may_be_ours(const char *name) {
-  return name && (!strncmp(name, "cu", 2) || !strncmp(name, "nccl", 4) || !strncmp(name, "pnccl", 5) ||
-                  !strncmp(name, "__cuda", 6));
+  return name && (seg_begins(name, "cu") || seg_begins(name, "nccl") || seg_begins(name, "pnccl") ||
+                  seg_begins(name, "__cuda"));
 }
 
 /* A wrapper, or NULL: the real function answers. With RTLD_NEXT another preloaded library asks for what comes after
  * it: its caller has been through our wrapper. */
 __attribute__((used)) void *seg_dlsym(void *handle, const char *name, const char *version) {
   int saved = errno;
-  seg_look_around();
+  if (seg_proc) seg_look_around(); /* not before we have begun ourselves */
   const struct seg_entry *e = seg_may_be_ours(name) ? seg_entry_of(name) : NULL;
   void *real = NULL, *found = NULL;
   if (e && handle != RTLD_NEXT && handle != RTLD_DEFAULT) {

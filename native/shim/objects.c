@@ -30,7 +30,7 @@ static size_t n_at_start, own_index;
 
 bool seg_is_family(const char *soname) {
   for (int i = 0; i < SEG_LIBRARIES; i++)
-    if (!strncmp(soname, families[i], strlen(families[i]))) return true;
+    if (seg_begins(soname, families[i])) return true;
   return false;
 }
 
@@ -90,7 +90,7 @@ static int collect(struct dl_phdr_info *info, size_t size, void *argument) {
   if (!real) return 0;
   struct found *f = &s->found[s->n++];
   *f = (struct found){.real = real, .from = o.from, .to = o.to, .at_start = index < n_at_start};
-  f->is_family = !strncmp(o.soname, s->family, strlen(s->family));
+  f->is_family = seg_begins(o.soname, s->family);
   strncpy(f->soname, o.soname, sizeof(f->soname) - 1);
   return 0;
 }
@@ -181,7 +181,7 @@ const struct seg_entry *seg_entry_of(const char *name) {
   uint32_t low = 0, high = seg_n_entries;
   while (low < high) {
     uint32_t middle = (low + high) / 2;
-    int order = strcmp(name, seg_entries[middle].name);
+    int order = seg_order(name, seg_entries[middle].name);
     if (!order) return &seg_entries[middle];
     if (order < 0) high = middle;
     else low = middle + 1;

@@ -7,6 +7,17 @@
 #include "shim.h"
 #include <link.h>
 
+/* Instead of strcmp and strncmp: a sanitizer in the program has functions of these names, and calls our dlsym before they
+ * can be called. */
+INLINE int seg_order(const char *a, const char *b) {
+  while (*a && *a == *b) a++, b++;
+  return (uint8_t)*a - (uint8_t)*b;
+}
+INLINE bool seg_begins(const char *text, const char *with) {
+  while (*with && *text == *with) text++, with++;
+  return !*with;
+}
+
 struct seg_object {
   uintptr_t base, from, to; /* from, to: what its segments span */
   const ElfW(Dyn) * dynamic;
@@ -18,6 +29,7 @@ struct seg_object {
   uintptr_t relro, relro_end;
   const char *path;
 };
+void seg_read_dynamic(struct seg_object *o); /* from base, dynamic and path */
 bool seg_object_of(const struct dl_phdr_info *info, struct seg_object *o);
 void *seg_symbol(const struct seg_object *o, const char *name); /* a function it defines, else NULL */
 bool seg_needs(const struct seg_object *o, const char *soname);

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from shim_kit import ROOT, Agent, environment
+from shim_kit import ROOT, Agent, environment, run
+from variants import program
 
 TARGETS, SIM = ROOT / "build" / "targets", ROOT / "build" / "sim" / "lib"
 CASES = [("rough", mode) for mode in ("backtrace", "cancel", "longjmp", "altstack", "seccomp")]
@@ -28,10 +29,10 @@ def output(agent: Agent | None, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize(("program", "mode"), CASES)
-def test_the_same_with_it_and_without_it(agent: Agent, program: str, mode: str) -> None:
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_the_same_with_it_and_without_it(agent: Agent, name: str, mode: str) -> None:
     """And no call is lost from sight."""
-    assert output(agent, program, mode) == output(None, program, mode)
+    assert output(agent, name, mode) == output(None, name, mode)
     for read in agent.read:
         read.conserved()
 
@@ -49,6 +50,16 @@ def test_odd_programs(agent: Agent, words: list[str]) -> None:
     assert agent.read
     for read in agent.read:
         read.conserved()
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_programs_with_sanitizers(agent: Agent, stubs: Path, tmp_path: Path, sanitizer: str) -> None:
+    """They ask dlsym for everything before anything is set up, us included."""
+    static = {"address": "-static-libasan", "thread": "-static-libtsan"}[sanitizer]
+    made = program(tmp_path, stubs, "program.c", f"-fsanitize={sanitizer}", static)
+    truth = run([made, "threads", "10", "2", "50"], environment(stubs, STALLSCOPE_SHIM=f"socket:{agent.path}"))
+    (read,) = agent.wait_for(1)
+    assert read.conserved() == truth
 
 
 def test_the_simulated_job(agent: Agent, tmp_path: Path) -> None:
