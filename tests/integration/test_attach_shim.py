@@ -140,7 +140,7 @@ def test_a_late_tracer_knows_who_is_who(more: int, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("needs_bpf")
 def test_killed_and_started_again() -> None:
     """The second one goes on where the first one stopped, be it in the middle."""
-    with Preloaded([TARGETS / "million", "200000", "2000", "2000"], STALLSCOPE_SIM_DRIVER="private") as program:
+    with Preloaded([TARGETS / "million", "200000", "2000", "6000"], STALLSCOPE_SIM_DRIVER="private") as program:
         program.wait_for("ready")
         with Tracer([program.pid]).attached() as tracer:
             time.sleep(0.5)
