@@ -135,6 +135,7 @@ int segment__threads(struct segment *s, struct segment_thread *out, uint32_t max
 int segment__comms(struct segment *s, struct segment_comm *out, uint32_t max);
 uint64_t segment__pair(uint64_t *counter, uint64_t *mono_ns); /* half the width of the reading, ns */
 uint64_t segment__to_ns(const struct segment *s, const struct seg_clock *c, uint64_t ticks);
+void segment__gpu_untold(const struct segment *s, uint64_t *out);      /* SEG_GPU_FIGURES of native/shim/segment.h */
 uint32_t segment__gpu(const struct segment *s);                        /* enum seg_gpu_state of native/shim/gpu.h */
 uint64_t segment__clock_ns(const struct seg_clock *c, uint64_t ticks); /* without a segment */
 

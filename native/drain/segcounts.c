@@ -211,6 +211,10 @@ int segment__inflight(struct segment *s, const struct seg_clock *c, uint32_t slo
   return (int)n;
 }
 
+void segment__gpu_untold(const struct segment *s, uint64_t *out) {
+  seg_copy(s, offsetof(struct seg_header, gpu_untold), out, SEG_GPU_FIGURES * sizeof(*out));
+}
+
 uint32_t segment__gpu(const struct segment *s) {
   return (uint32_t)seg_word(s, offsetof(struct seg_header, gpu));
 }

@@ -21,15 +21,6 @@ enum seg_gpu_state {
   SEG_GPU_AT_WORK = 16, /* + version of the interface by which NCCL uses it */
 };
 
-/* What went untold; cumulative. */
-struct seg_gpu_figures {
-  uint64_t unmatched; /* NCCL queued it and no call explains it: a graph, a part of an all-to-all */
-  uint64_t untold;    /* was called, and NCCL told nothing of it */
-  uint64_t exhausted; /* no place, because 4096 operations of its communicator were waiting for the GPU */
-  uint64_t busy;      /* another thread held the lock */
-  uint64_t unbound;   /* communicators without a place */
-};
-
 /* Before the real call of what makes a unique id or a communicator. real: the function's address. */
 void seg_gpu_before_creation(const void *real);
 
@@ -40,5 +31,4 @@ void seg_gpu_returned(uint32_t hook, const uint64_t *a, uint32_t n, int32_t stat
 uint32_t seg_gpu_state(void);
 uint32_t seg_gpu_nccl_version(void); /* e.g. 22705; 0 = not known yet */
 void seg_gpu_hush(int change);       /* NCCL is to tell nothing of what is called from +1 to -1 */
-struct seg_gpu_figures seg_gpu_figures(void);
 #endif

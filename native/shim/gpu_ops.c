@@ -64,14 +64,16 @@ static _Atomic uint32_t used = 1, unbound;
 static _Atomic uint32_t table_lock;
 static _Atomic uintptr_t distance; /* from a communicator to its context; 0 = not known yet */
 static _Atomic uint64_t batches = 1;
-static _Atomic uint64_t unmatched, untold, exhausted, busy, homeless;
+static _Atomic uint64_t figures[SEG_GPU_FIGURES];
 static int (*is_capturing)(void *stream, int *status);
 static __thread uint32_t group_depth __attribute__((tls_model("initial-exec")));
 static __thread uint32_t hushes __attribute__((tls_model("initial-exec"))); /* seg_gpu_hush(1) without -1 */
 static __thread uint64_t group_batch __attribute__((tls_model("initial-exec")));
 
-static void count(_Atomic uint64_t *what) {
-  atomic_fetch_add_explicit(what, 1, memory_order_relaxed);
+static void count(enum seg_gpu_figure which) {
+  uint64_t now = atomic_fetch_add_explicit(&figures[which], 1, memory_order_relaxed) + 1;
+  struct seg_header *header = seg_proc ? seg_proc->header : NULL;
+  if (header) __atomic_store_n(&header->gpu_untold[which], now, __ATOMIC_RELAXED);
 }
 
 /* Never for long: its holders run a few instructions, unless they are preempted, or a signal came on top of one. */
@@ -79,7 +81,7 @@ static bool take(_Atomic uint32_t *lock) {
   for (int i = 0; i < TRIES; i++)
     if (!atomic_load_explicit(lock, memory_order_relaxed) && !atomic_exchange_explicit(lock, 1, memory_order_acquire))
       return true;
-  count(&busy);
+  count(SEG_GPU_BUSY);
   return false;
 }
 
@@ -202,7 +204,7 @@ uint32_t seg_gpu_context_new(const void *address, int32_t nranks) {
   if (!take(&table_lock)) return 0;
   uint32_t i = make((uintptr_t)address, nranks);
   give(&table_lock);
-  if (!i) count(&homeless);
+  if (!i) count(SEG_GPU_UNBOUND);
   return i;
 }
 
@@ -249,7 +251,7 @@ static struct context *context_of(uintptr_t comm) {
 /* What is expected. */
 
 static void drop_oldest(struct context *c) {
-  if (c->keys[c->oldest % SLOTS]) count(&untold);
+  if (c->keys[c->oldest % SLOTS]) count(SEG_GPU_UNTOLD);
   c->keys[c->oldest++ % SLOTS] = 0;
 }
 
@@ -265,7 +267,7 @@ static void expect(struct context *c, const struct seg_gpu_task *task, uint32_t 
   uint64_t ticket = c->head + 1;
   struct slot *s = &c->slots[ticket % SLOTS];
   if (!may_take(c, s)) {
-    count(&exhausted);
+    count(SEG_GPU_EXHAUSTED);
     give(&c->lock);
     return;
   }
@@ -380,7 +382,7 @@ uint64_t seg_gpu_queued(uint32_t context, const struct seg_gpu_task *task) {
   uint64_t ticket = c->comm ? accept(c, task) : 0;
   if (ticket) told = told_of(&c->slots[ticket % SLOTS]);
   give(&c->lock);
-  if (!ticket) count(&unmatched);
+  if (!ticket) count(SEG_GPU_UNMATCHED);
   else tell(told, WIRE_QUEUED);
   return ticket ? ticket << 16 | context << 2 | TASK : 0;
 }
@@ -414,8 +416,4 @@ void seg_gpu_ended(uint64_t name) {
     if (seen >> 16 != ticket) return;
   } while (!atomic_compare_exchange_weak(&s->ended, &seen, seen + 1));
   if ((seen & 0xffff) + 1 == told.what >> 48) tell(told, WIRE_FINISHED);
-}
-
-struct seg_gpu_figures seg_gpu_figures(void) {
-  return (struct seg_gpu_figures){unmatched, untold, exhausted, busy, homeless};
 }

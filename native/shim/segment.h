@@ -49,6 +49,15 @@ struct seg_words {
   uint16_t time_id, pad;
 };
 
+enum seg_gpu_figure {
+  SEG_GPU_UNMATCHED = 0, /* NCCL queued it and no call explains it: a graph, a part of an all-to-all */
+  SEG_GPU_UNTOLD = 1,    /* was called, and NCCL told nothing of it */
+  SEG_GPU_EXHAUSTED = 2, /* no place: 4096 operations of its communicator were waiting for the GPU */
+  SEG_GPU_BUSY = 3,      /* another thread held the lock */
+  SEG_GPU_UNBOUND = 4,   /* communicators without a place */
+  SEG_GPU_FIGURES = 5,
+};
+
 struct seg_header {
   uint64_t magic; /* stored last */
   uint32_t version, header_bytes;
@@ -67,6 +76,7 @@ struct seg_header {
   uint32_t used;        /* blocks ever taken; may exceed n_blocks */
   uint32_t pad1;
   uint64_t losses[SEG_LOSSES] __attribute__((aligned(64)));
+  uint64_t gpu_untold[SEG_GPU_FIGURES]; /* operations without a witness of the GPU */
   struct seg_words words[WIRE_HOOKS];
 };
 

@@ -15,6 +15,9 @@ struct told {
   uint64_t comm;
 };
 
+static struct seg_header header;
+static struct seg_process process = {.header = &header};
+struct seg_process *seg_proc = &process;
 static struct told told[ROOM];
 static uint64_t count;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -52,6 +55,6 @@ SHOW uint32_t kit_state(void) {
   return seg_gpu_state();
 }
 
-SHOW void kit_figures(struct seg_gpu_figures *out) {
-  *out = seg_gpu_figures();
+SHOW void kit_figures(uint64_t *out) {
+  memcpy(out, header.gpu_untold, sizeof(header.gpu_untold));
 }

@@ -89,6 +89,9 @@ class FakeSegment:
     def losses(self) -> dict[str, int]:
         return dict(self.lost)
 
+    def gpu_untold(self) -> dict[str, int]:
+        return {"exhausted": 3 if self.gpu >= 16 else 0}
+
     def set_mode(self, mode: Mode, one_in: float, *, tap: bool = False) -> None:
         self.modes.append((mode, one_in, tap))
 

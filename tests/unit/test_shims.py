@@ -269,3 +269,15 @@ def test_which_rank_a_communicator_is_is_told_when_it_is_known(world: World) -> 
         planned.opened.table = [Comm(0x5000, 9, None, rank, nranks, 0, None, None)]
         world.shims.calibrate()
     assert [body["comms"] for body in world.sent.of(Kind.COMMS)] == [[[0x5000, 0, 0, 0, 0, 0, 3, 8, b""]]]
+
+
+def test_what_the_witness_turned_away_is_noted_at_the_end(world: World) -> None:
+    fd = memfd()
+    planned = FakeSegment.plan(fd)
+    world.shims.adopt(target(), fd)
+    assert planned.opened is not None
+    planned.opened.gpu = 20
+    world.shims.close_losses(world.now)
+    assert [body["text"] for body in world.sent.of(Kind.NOTE)] == [
+        "shim: 3 operations have no witness of the GPU because too many were waiting for it"
+    ]

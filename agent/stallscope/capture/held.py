@@ -13,7 +13,7 @@ from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target
 
-__all__ = ["NO_WITNESS", "ODD", "PLACES", "Held", "added", "is_of", "losses_of", "rank_rows", "table_row"]
+__all__ = ["NO_WITNESS", "ODD", "PLACES", "UNTOLD", "Held", "added", "is_of", "losses_of", "rank_rows", "table_row"]
 
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
@@ -29,6 +29,11 @@ ODD = {
     "corrupt": "times something in its segment made no sense",
 }
 
+UNTOLD = {
+    "exhausted": "operations have no witness of the GPU because too many were waiting for it",
+    "busy": "operations have no witness of the GPU because another thread was in the way",
+    "unbound": "communicators have no witness of the GPU because there were too many",
+}
 NO_WITNESS = {
     GPU_TAKEN: "NCCL has another profiler plugin",
     GPU_OLD: "NCCL before 2.26 does not tell it",

@@ -24,6 +24,7 @@ _TAP = 4
 _LOSSES = ("overwritten", "vital_full", "no_ring", "busy", "stale", "no_comm", "unwrapped", "hello", "corrupt",
            "comms_made")  # fmt: skip
 _MAX_COMMS = 1024
+_UNTOLD = ("unmatched", "untold", "exhausted", "busy", "unbound")  # enum seg_gpu_figure
 GPU_TAKEN, GPU_OLD, GPU_NO_PATH, GPU_OFF, GPU_NO_ROOM, GPU_SLOW, GPU_AT_WORK = 1, 2, 3, 5, 6, 7, 16  # native/shim/gpu.h
 _SETTLE_S = 0.02
 _LINES = 4096  # SEG_LINES in native/drain/drain.h
@@ -270,6 +271,16 @@ class Segment:
     def gpu(self) -> int:
         """Whether NCCL tells what the GPU begins: one of GPU_TAKEN to GPU_NO_PATH; from GPU_AT_WORK on yes."""
         return int(lib.segment__gpu(self._c))
+
+    def gpu_untold(self) -> dict[str, int]:
+        """Operations without a witness of the GPU so far, by reason.
+
+        unmatched: NCCL queued it and no call explains it (a graph); untold: the other way round; exhausted: too many of
+        its communicator were waiting; busy: turned away by a lock; unbound: communicators, not operations.
+        """
+        out = ffi.new("uint64_t[]", len(_UNTOLD))
+        lib.segment__gpu_untold(self._c, out)
+        return dict(zip(_UNTOLD, map(int, out), strict=True))
 
     def set_mode(self, mode: Mode, one_in: float = 1.0, *, tap: bool = False, long_ns: int = LONG_NS) -> None:
         """Change how calls are recorded, at once.

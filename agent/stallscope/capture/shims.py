@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
-from stallscope.capture.held import NO_WITNESS, ODD, Held, added, is_of, losses_of, rank_rows, table_row
+from stallscope.capture.held import NO_WITNESS, ODD, UNTOLD, Held, added, is_of, losses_of, rank_rows, table_row
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
@@ -352,8 +352,8 @@ class Shims:
 
     def _tell_odd(self, held: Held) -> None:
         """What should not happen."""
-        losses = held.segment.losses()
-        for name, what in ODD.items():
+        losses = held.segment.losses() | held.segment.gpu_untold()
+        for name, what in (ODD | UNTOLD).items():
             if losses.get(name):
                 self._note(held.target, f"shim: {losses[name]} {what}")
 
