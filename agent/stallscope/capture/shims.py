@@ -180,21 +180,18 @@ class Shims:
             if held.is_passive and held.is_open and lock(held.fd):
                 held.is_passive = False  # the capture that had it is gone
                 self._set_mode(held)
-            self._tell_ranks(held)
-            self._tell_witness(held)
+            self._tell_nccl(held)
 
-    def _tell_witness(self, held: Held) -> None:
-        why = NO_WITNESS.get(self._guarded(held, lambda: held.segment.gpu, 0))
-        if why is not None and held.witness is None:
-            held.witness = why
-            self._note(held.target, f"what its GPU begins is not known: {why}")
-
-    def _tell_ranks(self, held: Held) -> None:
+    def _tell_nccl(self, held: Held) -> None:
         """Not every creation says which rank it makes, and memory can't be read everywhere. Records come first."""
         rows = rank_rows(self._guarded(held, held.segment.comms, []))
         if rows != held.ranks and not self._drain(held):
             held.ranks = rows
             self._outbox.send(Kind.COMMS, {"at_ns": self._now(), "proc": held.target.proc, "comms": rows})
+        why = NO_WITNESS.get(self._guarded(held, lambda: held.segment.gpu, 0))
+        if why is not None and held.witness is None:
+            held.witness = why
+            self._note(held.target, f"what its GPU begins is not known: {why}")
 
     def open_tap(self, on: bool) -> None:
         """Record every call that tells of completion, or as many as of other calls again."""
