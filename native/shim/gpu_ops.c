@@ -67,6 +67,7 @@ static _Atomic uint64_t batches = 1;
 static _Atomic uint64_t figures[SEG_GPU_FIGURES];
 static int (*is_capturing)(void *stream, int *status);
 static __thread uint32_t group_depth __attribute__((tls_model("initial-exec")));
+static __thread uint32_t group_transfers __attribute__((tls_model("initial-exec")));
 static __thread uint32_t hushes __attribute__((tls_model("initial-exec"))); /* seg_gpu_hush(1) without -1 */
 static __thread uint64_t group_batch __attribute__((tls_model("initial-exec")));
 
@@ -134,12 +135,14 @@ static bool same(const struct seg_gpu_task *a, const struct seg_gpu_task *b) {
   return a->function == b->function && a->send == b->send && a->recv == b->recv && a->peer == b->peer;
 }
 
-/* Up to 2.30 kernels are told through NCCL's proxy, which fails when transfers of one group ask for too much of it
- * (NVIDIA/nccl#2039): an all-to-all ends the program. */
+/* Up to 2.30 kernels are told through NCCL's proxy, which has room for the channels of one transfer in a group and fails
+ * when more ask for it (NVIDIA/nccl#2039): an all-to-all ends the program. The first one speaks for all, since a group is
+ * one kernel. */
 static bool is_unbearable(uint32_t hook) {
   uint32_t version = seg_gpu_nccl_version();
-  bool is_transfer = hook == 330 || hook == 331 || (hook >= 306 && hook <= 308) || (hook >= 314 && hook <= 316);
-  return is_transfer && version && version < OWN_THREAD;
+  if (!version || version >= OWN_THREAD) return false;
+  bool is_many = (hook >= 306 && hook <= 308) || (hook >= 314 && hook <= 316);
+  return is_many || ((hook == 330 || hook == 331) && group_depth && group_transfers++);
 }
 
 static uint32_t key_of(const struct seg_gpu_task *task) {
@@ -295,7 +298,10 @@ static bool captures(uint64_t stream) {
 void seg_gpu_entered(uint32_t hook, const uint64_t *a, uint32_t n) {
   if (hook == GROUP_START && group_depth++) return;
   if (LIKELY(atomic_load_explicit(&used, memory_order_relaxed) == 1)) return;
-  if (hook == GROUP_START) group_batch = atomic_fetch_add(&batches, 1);
+  if (hook == GROUP_START) {
+    group_batch = atomic_fetch_add(&batches, 1);
+    group_transfers = 0;
+  }
   if (is_unbearable(hook)) {
     hushes++;
     seg_gpu_hush(1);
@@ -325,7 +331,7 @@ static void forget(struct context *c, uint64_t batch, uint32_t hook, uint32_t n)
 void seg_gpu_returned(uint32_t hook, const uint64_t *a, uint32_t n, int32_t status) {
   if (hook == GROUP_END && group_depth) group_depth--;
   uint32_t end = atomic_load_explicit(&used, memory_order_relaxed);
-  if (UNLIKELY(hushes && is_unbearable(hook))) {
+  if (UNLIKELY(hushes)) {
     hushes--;
     seg_gpu_hush(-1);
     return;

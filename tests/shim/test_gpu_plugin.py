@@ -264,18 +264,27 @@ def test_garbage_is_no_event(witness: Witness) -> None:
     assert witness.told() == []
 
 
-def test_an_old_nccl_is_asked_nothing_about_transfers(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_nccl_is_asked_about_one_transfer_of_a_group(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through its proxy, which an all-to-all with a plugin brings down."""
     monkeypatch.setenv("NCCL_PROFILER_PLUGIN", "none")  # this process keeps its environment
     lib = ctypes.CDLL(str(SIM))  # 2.27.5
     witness.lib.kit_before_creation(ctypes.cast(lib.ncclGetUniqueId, ctypes.c_void_p))
     nccl = Nccl(witness)
     assert nccl.mask.value == 70
-    for name in ("ncclSend", "ncclRecv", "ncclAlltoAll"):
+
+    def mask_inside(name: str) -> int:
         n = witness.enter(name, comm=nccl.comm, count=1)
-        assert nccl.mask.value == 0
+        inside = nccl.mask.value
         witness.leave(name, n)
         assert nccl.mask.value == 70
+        return inside
+
+    names = ("ncclSend", "ncclRecv", "ncclAllReduce", "ncclSend")
+    assert [mask_inside(name) for name in (*names, "ncclAlltoAll")] == [70, 70, 70, 70, 0]
+    for _ in range(2):
+        witness.call("ncclGroupStart")
+        assert [mask_inside(name) for name in names] == [70, 0, 70, 0], "of a group the first transfer"
+        witness.leave("ncclGroupEnd")
     witness.call("ncclAllReduce", send=1, recv=2, count=8, comm=nccl.comm)
     assert nccl.queue("AllReduce", 1, 2) and nccl.mask.value == 70
 

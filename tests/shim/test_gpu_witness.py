@@ -30,8 +30,9 @@ def test_every_operation_is_told_of_exactly(library: str, version: int, channels
         assert everywhere(pool, do.joined, library, uid) == [AT_WORK + version] * 4
         results = everywhere(pool, do.program)
     for told, issued, lost in results:
-        # Of NCCL before 2.31 nothing is asked about transfers, which may fail for that.
-        expected = Counter(call for call in issued if call[0] not in ("ncclSend", "ncclRecv"))
+        # NCCL before 2.31 may fail when it is asked about more than one transfer of a group.
+        transfers = [i for i, call in enumerate(issued) if call[0] in ("ncclSend", "ncclRecv")]
+        expected = Counter(call for i, call in enumerate(issued) if i not in transfers or i - 1 not in transfers)
         for kind in (QUEUED, STARTED, FINISHED):
             found = Counter((e.name, e.n, e.comm) for e in told if e.kind == kind)
             assert found == (Counter() if (version, kind) == (3, FINISHED) else expected), kind
