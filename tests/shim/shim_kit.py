@@ -38,7 +38,8 @@ class Agent:
         self.read: list[Read] = []
         self.said: list[bytes] = []
         self.fds: list[int] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def _accept(self) -> None:
         while True:
@@ -64,6 +65,9 @@ class Agent:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Woken and gone before the descriptor is closed: its number may be the next test's socket at once.
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._socket.close()
         for read in self.read:
             read.segment.close()
