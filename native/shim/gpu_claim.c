@@ -1,18 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 /* Takes the place of NCCL's one profiler plugin, where it is free: sets NCCL_PROFILER_PLUGIN before NCCL looks at it. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <stdatomic.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/statvfs.h>
-#include <unistd.h>
 
 #include "gpu.h"
+#include "loader.h"
+#include "system.h"
 
 #define NAME "NCCL_PROFILER_PLUGIN"
 #define SWITCH "STALLSCOPE_SHIM_GPU" /* on: also where it may do harm; off */
@@ -33,6 +28,14 @@ uint32_t seg_gpu_at_work(void);
 static _Atomic uint32_t claimed, tried, nccl_version;
 static char setting[sizeof(NAME) + 1 + LONGEST_PATH + 1]; /* stands in the environment */
 
+/* Not getenv and setenv: the one may wait for a thread that forked, the other frees what another thread reads. */
+static const char *value_of(const char *name) {
+  size_t length = strlen(name);
+  for (char **at = environ; at && *at; at++)
+    if (strncmp(*at, name, length) == 0 && (*at)[length] == '=') return *at + length + 1;
+  return NULL;
+}
+
 static bool is_set_in(const char *text) {
   for (const char *at = text; (at = strstr(at, NAME)); at += sizeof(NAME) - 1) {
     const char *begin = at;
@@ -45,54 +48,59 @@ static bool is_set_in(const char *text) {
 /* NCCL reads it into the environment, where what is there already wins. */
 static bool is_set_in_file(const char *path) {
   static char text[CONFIG_BYTES];
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  int fd = sys_open(path, O_RDONLY | O_CLOEXEC, 0);
   if (fd < 0) return false;
-  ssize_t bytes = read(fd, text, sizeof(text) - 1);
-  close(fd);
+  long bytes = sys_read(fd, text, sizeof(text) - 1);
+  sys_close(fd);
   text[bytes > 0 ? bytes : 0] = 0;
   return is_set_in(text);
 }
 
-static bool is_configured(void) {
-  const char *named = getenv("NCCL_CONF_FILE"), *home = getenv("HOME");
+static bool is_set_at_home(void) {
+  const char *home = value_of("HOME");
   char path[CONFIG_PATH];
-  if (named && *named) {
-    if (is_set_in_file(named)) return true;
-  } else if (home && snprintf(path, sizeof(path), "%s/.nccl.conf", home) < (int)sizeof(path) && is_set_in_file(path)) {
-    return true;
-  }
+  size_t length = home ? strlen(home) : 0;
+  if (!length || length + sizeof("/.nccl.conf") > sizeof(path)) return false;
+  memcpy(path, home, length);
+  memcpy(path + length, "/.nccl.conf", sizeof("/.nccl.conf"));
+  return is_set_in_file(path);
+}
+
+static bool is_configured(void) {
+  const char *named = value_of("NCCL_CONF_FILE");
+  if (named && *named ? is_set_in_file(named) : is_set_at_home()) return true;
   return is_set_in_file("/etc/nccl.conf");
 }
 
 /* The default, which NCCL would load itself. */
 static bool is_installed(void) {
-  return dlopen("libnccl-profiler.so", RTLD_NOW | RTLD_LOCAL) != NULL;
+  return loader_open("libnccl-profiler.so", RTLD_NOW | RTLD_LOCAL) != NULL;
 }
 
 static int version_of(const void *real) {
-  Dl_info info;
   int version = 0;
   int (*get)(int *) = NULL;
-  void *library = real && dladdr(real, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
-  if (library) *(void **)&get = dlsym(library, "ncclGetVersion");
+  const char *file = loader_file_of(real);
+  void *library = file ? loader_open(file, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+  if (library) *(void **)&get = loader_symbol(library, "ncclGetVersion");
   return get && get(&version) == 0 ? version : 0;
 }
 
-/* Not setenv: it may free the array that another thread walks through in getenv. The old one is left as it is. */
+/* The old array is left as it is, for those that read it. */
 static bool put(void) {
   size_t count = 0;
   while (environ && environ[count]) count++;
-  char **larger = malloc((count + 2) * sizeof(*larger));
-  if (!larger) return false;
+  size_t bytes = (count + 2) * sizeof(char *);
+  char **larger = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (larger == MAP_FAILED) return false;
   for (size_t i = 0; i < count; i++) larger[i] = environ[i];
   larger[count] = setting;
-  larger[count + 1] = NULL;
   __atomic_store_n(&environ, larger, __ATOMIC_RELEASE);
   return true;
 }
 
 static bool is_switched(const char *to) {
-  const char *value = getenv(SWITCH);
+  const char *value = value_of(SWITCH);
   return value && strcmp(value, to) == 0;
 }
 
@@ -106,10 +114,8 @@ static uint32_t harm(uint32_t version) {
 }
 
 static uint32_t claim(const void *real) {
-  Dl_info own;
-  bool is_known = dladdr((const void *)seg_gpu_before_creation, &own) && own.dli_fname && own.dli_fname[0];
-  const char *path = is_known && strlen(own.dli_fname) <= LONGEST_PATH ? own.dli_fname : NULL;
-  const char *value = getenv(NAME);
+  const char *own = loader_file_of((const void *)seg_gpu_before_creation), *value = value_of(NAME);
+  const char *path = own && strlen(own) <= LONGEST_PATH ? own : NULL;
   uint32_t version = (uint32_t)version_of(real), reason;
   atomic_store(&nccl_version, version);
   if (is_switched("off")) return SEG_GPU_OFF;
@@ -118,7 +124,8 @@ static uint32_t claim(const void *real) {
   if ((reason = harm(version))) return reason;
   if (is_configured() || is_installed()) return SEG_GPU_TAKEN;
   if (!path) return SEG_GPU_NO_PATH;
-  snprintf(setting, sizeof(setting), "%s=%s", NAME, path);
+  memcpy(setting, NAME "=", sizeof(NAME));
+  memcpy(setting + sizeof(NAME), path, strlen(path) + 1);
   return put() ? SEG_GPU_CLAIMED : SEG_GPU_NO_PATH;
 }
 

@@ -12,13 +12,13 @@
 #define _GNU_SOURCE
 #include "gpu_ops.h"
 
-#include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <sys/mman.h>
 
 #include "gpu.h"
+#include "loader.h"
 #include "shim.h"
 
 enum {
@@ -184,8 +184,8 @@ static uint32_t place_for(uintptr_t address) {
 
 static void find_driver(void) {
   if (is_capturing) return;
-  void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-  if (driver) *(void **)&is_capturing = dlsym(driver, "cuStreamIsCapturing");
+  void *driver = loader_open("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (driver) *(void **)&is_capturing = loader_symbol(driver, "cuStreamIsCapturing");
 }
 
 static uint32_t make(uintptr_t address, int32_t nranks) {
