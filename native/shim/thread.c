@@ -153,7 +153,7 @@ struct seg_thread *seg_attach(void) {
   seg_start();
   struct seg_process *p = ready();
   struct seg_thread *t = p ? join(p) : NULL;
-  if (!t) calls_without = CALLS_WITHOUT;
+  if (!t && !(p && __atomic_load_n(&p->state, __ATOMIC_RELAXED) == SEG_MAKING)) calls_without = CALLS_WITHOUT;
   seg_attaching = 0;
   return t;
 }
