@@ -16,7 +16,7 @@ enum seg_gpu_state {
   SEG_GPU_NO_PATH = 3,  /* where this library lies is unknown, or too long for NCCL */
   SEG_GPU_CLAIMED = 4,  /* NCCL_PROFILER_PLUGIN names this library */
   SEG_GPU_OFF = 5,      /* STALLSCOPE_SHIM_GPU=off */
-  SEG_GPU_NO_ROOM = 6,  /* NCCL before 2.31 may crash with a plugin where /dev/shm is small (NVIDIA/nccl#2326) */
+  SEG_GPU_RISK = 6,     /* NCCL before 2.31 may fail with a plugin (NVIDIA/nccl#2039, #2326) */
   SEG_GPU_SLOW = 7,     /* NCCL 2.31 loses up to a tenth of its throughput with one (NVIDIA/nccl#2355) */
   SEG_GPU_AT_WORK = 16, /* + version of the interface by which NCCL uses it */
 };
@@ -31,4 +31,7 @@ void seg_gpu_returned(uint32_t hook, const uint64_t *a, uint32_t n, int32_t stat
 uint32_t seg_gpu_state(void);
 uint32_t seg_gpu_nccl_version(void); /* e.g. 22705; 0 = not known yet */
 void seg_gpu_hush(int change);       /* NCCL is to tell nothing of what is called from +1 to -1 */
+/* rank.c: a function of the library that an address is in, or of the first one of such a name; NULL = none. */
+void *seg_symbol_near(const void *address, const char *name);
+void *seg_symbol_of(const char *soname, const char *name);
 #endif

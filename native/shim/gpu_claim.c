@@ -3,15 +3,13 @@
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include <string.h>
-#include <sys/statvfs.h>
 
 #include "gpu.h"
 #include "loader.h"
 #include "system.h"
 
 #define NAME "NCCL_PROFILER_PLUGIN"
-#define SWITCH "STALLSCOPE_SHIM_GPU" /* on: also where it may do harm; off */
-#define LEAST_ROOM (1ull << 30)
+#define SWITCH "STALLSCOPE_SHIM_GPU" /* on: also where it may do harm; off: nowhere */
 
 enum {
   FIRST_VERSION = 22600,
@@ -80,9 +78,7 @@ static bool is_installed(void) {
 static int version_of(const void *real) {
   int version = 0;
   int (*get)(int *) = NULL;
-  const char *file = loader_file_of(real);
-  void *library = file ? loader_open(file, RTLD_LAZY | RTLD_NOLOAD) : NULL;
-  if (library) *(void **)&get = loader_symbol(library, "ncclGetVersion");
+  *(void **)&get = seg_symbol_near(real, "ncclGetVersion");
   return get && get(&version) == 0 ? version : 0;
 }
 
@@ -106,11 +102,8 @@ static bool is_switched(const char *to) {
 
 /* Whether the program would suffer. */
 static uint32_t harm(uint32_t version) {
-  struct statvfs shm;
-  if (is_switched("on")) return 0;
-  if (version >= OWN_THREAD) return version < MENDED ? SEG_GPU_SLOW : 0;
-  bool has_room = statvfs("/dev/shm", &shm) == 0 && (uint64_t)shm.f_bavail * shm.f_frsize >= LEAST_ROOM;
-  return has_room ? 0 : SEG_GPU_NO_ROOM;
+  if (version >= MENDED || is_switched("on")) return 0;
+  return version >= OWN_THREAD ? SEG_GPU_SLOW : SEG_GPU_RISK;
 }
 
 static uint32_t claim(const void *real) {

@@ -18,7 +18,6 @@
 #include <sys/mman.h>
 
 #include "gpu.h"
-#include "loader.h"
 #include "shim.h"
 
 enum {
@@ -184,8 +183,7 @@ static uint32_t place_for(uintptr_t address) {
 
 static void find_driver(void) {
   if (is_capturing) return;
-  void *driver = loader_open("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-  if (driver) *(void **)&is_capturing = loader_symbol(driver, "cuStreamIsCapturing");
+  *(void **)&is_capturing = seg_symbol_of("libcuda.so.1", "cuStreamIsCapturing");
 }
 
 static uint32_t make(uintptr_t address, int32_t nranks) {

@@ -12,6 +12,7 @@
 #define UID_OF(k) ((uint32_t)((k) >> 52 & 15))
 #define FAMILY (1u << 8)
 #define IN_PROGRESS 7
+#define MOST_ASKED 64 /* operations of a communicator before its rank is given up */
 #define FIRST_CREATION 350 /* ncclGetUniqueId to ncclCommGrow */
 #define LAST_CREATION 357
 #define GROUP_END 341
@@ -55,7 +56,7 @@ static void number(struct seg_call *c, const struct seg_nccl *k, const uint64_t 
   c->n = (uint32_t)__atomic_fetch_add(&row->next, 1, __ATOMIC_RELAXED);
   __atomic_store_n(&row->last_hook, k->hook, __ATOMIC_RELAXED);
   __atomic_store_n(&row->last_count, argument(a, k->count), __ATOMIC_RELAXED);
-  if (UNLIKELY(row->nranks <= 0)) seg_find_rank(row, argument(a, COMM_OF(k->cookie)), real);
+  if (UNLIKELY(row->nranks <= 0 && c->n < MOST_ASKED)) seg_find_rank(row, argument(a, COMM_OF(k->cookie)), real);
   uint64_t type = (uint32_t)argument(a, k->dtype) | argument(a, k->redop) << 32;
   __atomic_store_n(&row->last_type, type, __ATOMIC_RELAXED);
 }

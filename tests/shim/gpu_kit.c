@@ -6,6 +6,7 @@
 
 #include "gpu.h"
 #include "gpu_ops.h"
+#include "gpu_symbols.h"
 #include "shim.h"
 
 #define SHOW __attribute__((visibility("default")))
@@ -20,10 +21,6 @@ struct told {
 static struct seg_header header;
 static struct seg_process process = {.header = &header};
 struct seg_process *seg_proc = &process;
-
-void *seg_libc(const char *name) {
-  return dlsym(RTLD_DEFAULT, name);
-}
 
 static struct told told[ROOM];
 static uint64_t count;

@@ -10,6 +10,7 @@
 
 #include "gpu.h"
 #include "gpu_ops.h"
+#include "gpu_symbols.h"
 #include "shim.h"
 
 enum { PAIRS = 4, CALLS = 20000, ALL_REDUCE = 300, GROUP_START = 340, GROUP_END = 341, ROOM = 64, CHANNELS = 3 };
@@ -17,10 +18,6 @@ enum { PAIRS = 4, CALLS = 20000, ALL_REDUCE = 300, GROUP_START = 340, GROUP_END 
 static struct seg_header header;
 static struct seg_process process = {.header = &header};
 struct seg_process *seg_proc = &process;
-
-void *seg_libc(const char *name) {
-  return dlsym(RTLD_DEFAULT, name);
-}
 
 static _Atomic uint64_t told[16];
 

@@ -14,7 +14,7 @@ import gpu_scenarios as do
 from gpu_kit import FINISHED, QUEUED, STARTED, build
 from nccl_kit import Nccl, everywhere, ranks
 
-CLAIMED, TAKEN, OFF, AT_WORK = 4, 1, 5, 16
+CLAIMED, TAKEN, OFF, RISK, AT_WORK = 4, 1, 5, 6, 16
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_operation_is_told_of_exactly(library: str, version: int, channels: int) -> None:
     settings = {"STALLSCOPE_SIM_NCCL_PROFILER": str(version), "STALLSCOPE_SIM_NCCL_CHANNELS": str(channels)}
     uid = Nccl().unique_id()
-    with ranks(4, **settings) as pool:
+    with ranks(4, STALLSCOPE_SHIM_GPU="on", **settings) as pool:
         assert everywhere(pool, do.joined, library, uid) == [AT_WORK + version] * 4
         results = everywhere(pool, do.program)
     for told, issued, lost in results:
@@ -43,7 +43,7 @@ def test_every_operation_is_told_of_exactly(library: str, version: int, channels
 
 def test_a_gpu_that_does_not_come_to_it(library: str) -> None:
     uid = Nccl().unique_id()
-    with ranks(2) as pool:
+    with ranks(2, STALLSCOPE_SHIM_GPU="on") as pool:
         everywhere(pool, do.joined, library, uid)
         for rank, worker in enumerate(pool):
             worker.start(do.stuck, rank == 1, 2, rank)
@@ -54,7 +54,7 @@ def test_a_gpu_that_does_not_come_to_it(library: str) -> None:
 
 def test_graphs_are_not_taken_for_calls(library: str) -> None:
     uid = Nccl().unique_id()
-    with ranks(2) as pool:
+    with ranks(2, STALLSCOPE_SHIM_GPU="on") as pool:
         everywhere(pool, do.joined, library, uid)
         results = everywhere(pool, do.graph)
     for told, lost in results:
@@ -64,6 +64,7 @@ def test_graphs_are_not_taken_for_calls(library: str) -> None:
 
 def only(**settings: str) -> tuple[int, str | None, int]:
     library = settings.pop("library")
+    settings = {"STALLSCOPE_SHIM_GPU": "on", **settings}
     with ranks(1, **settings) as (rank,):
         rank.start(do.claimed, library)
         state, value, changed = rank.result()
@@ -86,6 +87,7 @@ def test_our_own_name_is_no_other_plugin(library: str) -> None:
 
 def test_the_switch(library: str) -> None:
     assert only(library=library, STALLSCOPE_SHIM_GPU="off")[:2] == (OFF, None)
+    assert only(library=library, STALLSCOPE_SHIM_GPU="")[:2] == (RISK, None), "an old NCCL is left alone by itself"
     assert only(library=library, STALLSCOPE_SHIM_GPU="on")[:2] == (CLAIMED, library)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stallscope.capture.gaps import Losses
-from stallscope.capture.segment import GPU_NO_PATH, GPU_NO_ROOM, GPU_OFF, GPU_OLD, GPU_SLOW, GPU_TAKEN, Comm, Segment
+from stallscope.capture.segment import GPU_NO_PATH, GPU_RISK, GPU_OFF, GPU_OLD, GPU_SLOW, GPU_TAKEN, Comm, Segment
 from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target
@@ -38,8 +38,7 @@ NO_WITNESS = {
     GPU_TAKEN: "NCCL has another profiler plugin",
     GPU_OLD: "NCCL before 2.26 does not tell it",
     GPU_OFF: "STALLSCOPE_SHIM_GPU says off",
-    GPU_NO_ROOM: "shared memory has less than 1 GiB free, where NCCL before 2.31 may crash with a plugin "
-    "(STALLSCOPE_SHIM_GPU=on takes the risk)",
+    GPU_RISK: "NCCL before 2.31 may fail with a profiler plugin (STALLSCOPE_SHIM_GPU=on takes the risk)",
     GPU_SLOW: "NCCL 2.31 would lose up to 10 % of its throughput (STALLSCOPE_SHIM_GPU=on takes it)",
     GPU_NO_PATH: "the path of libstallscope.so is too long for NCCL",
 }

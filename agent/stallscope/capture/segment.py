@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from stallscope.capture._drain import ffi, lib
 from stallscope.capture.rings import MAX_UIDS, REC_BYTES, UID_BYTES, Drained, InflightRow, SlotChanges, inflight_rows
 
-__all__ = ["GPU_AT_WORK", "GPU_NO_PATH", "GPU_NO_ROOM", "GPU_OFF", "GPU_OLD", "GPU_SLOW", "GPU_TAKEN", "BadSegment",
+__all__ = ["GPU_AT_WORK", "GPU_NO_PATH", "GPU_RISK", "GPU_OFF", "GPU_OLD", "GPU_SLOW", "GPU_TAKEN", "BadSegment",
            "Clock", "Comm", "Header", "Mode", "Segment", "SegmentThread"]  # fmt: skip
 
 LONG_NS = 200_000
@@ -25,7 +25,7 @@ _LOSSES = ("overwritten", "vital_full", "no_ring", "busy", "stale", "no_comm", "
            "comms_made")  # fmt: skip
 _MAX_COMMS = 1024
 _UNTOLD = ("unmatched", "untold", "exhausted", "busy", "unbound")  # enum seg_gpu_figure
-GPU_TAKEN, GPU_OLD, GPU_NO_PATH, GPU_OFF, GPU_NO_ROOM, GPU_SLOW, GPU_AT_WORK = 1, 2, 3, 5, 6, 7, 16  # native/shim/gpu.h
+GPU_TAKEN, GPU_OLD, GPU_NO_PATH, GPU_OFF, GPU_RISK, GPU_SLOW, GPU_AT_WORK = 1, 2, 3, 5, 6, 7, 16  # native/shim/gpu.h
 _SETTLE_S = 0.02
 _LINES = 4096  # SEG_LINES in native/drain/drain.h
 _TOLERATED_NS = 2_000
