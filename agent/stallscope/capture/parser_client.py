@@ -274,5 +274,6 @@ def _spawn(fd: int, uid: int, gid: int) -> subprocess.Popen[bytes]:
         env={"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for capture, which ends this process
         stderr=subprocess.DEVNULL,  # its words may be the target's: escape sequences for a terminal
     )

@@ -80,6 +80,8 @@ class Attach:
 
     def run(self) -> int:
         """Trace, report, exit code."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._signal)
         from stallscope.capture.preflight import require_attach_rights
         from stallscope.capture.segments import has_segment
 
@@ -93,8 +95,6 @@ class Attach:
             if self.args.method == "bpf" or not all(has_segment(pid) for pid in self.args.pids):
                 raise
             self._by_shim = True
-        signal.signal(signal.SIGINT, self._signal)
-        signal.signal(signal.SIGTERM, self._signal)
         _go_first()
         allow_files()
         record_fd = open_record(self.args.output, self.args.force, self.who)
