@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stallscope.capture.gaps import Losses
-from stallscope.capture.segment import GPU_NO_PATH, GPU_RISK, GPU_OFF, GPU_OLD, GPU_SLOW, GPU_TAKEN, Comm, Segment
+from stallscope.capture.segment import GPU_NO_PATH, GPU_OFF, GPU_OLD, GPU_RISK, GPU_SLOW, GPU_TAKEN, Comm, Segment
 from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target

@@ -15,8 +15,22 @@ from typing import Any, NamedTuple
 from stallscope.capture._drain import ffi, lib
 from stallscope.capture.rings import MAX_UIDS, REC_BYTES, UID_BYTES, Drained, InflightRow, SlotChanges, inflight_rows
 
-__all__ = ["GPU_AT_WORK", "GPU_NO_PATH", "GPU_RISK", "GPU_OFF", "GPU_OLD", "GPU_SLOW", "GPU_TAKEN", "BadSegment",
-           "Clock", "Comm", "Header", "Mode", "Segment", "SegmentThread"]  # fmt: skip
+__all__ = [
+    "GPU_AT_WORK",
+    "GPU_NO_PATH",
+    "GPU_OFF",
+    "GPU_OLD",
+    "GPU_RISK",
+    "GPU_SLOW",
+    "GPU_TAKEN",
+    "BadSegment",
+    "Clock",
+    "Comm",
+    "Header",
+    "Mode",
+    "Segment",
+    "SegmentThread",
+]  # fmt: skip
 
 LONG_NS = 200_000
 _ALL = 0xFFFFFFFF
