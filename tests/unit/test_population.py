@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stallscope.capture import ancestors
 from stallscope.capture import population as module
 from stallscope.capture.population import Population
 from stallscope.capture.procfs import Facts
@@ -65,6 +66,8 @@ class World:
         shims = SimpleNamespace(has=lambda target: False, hasten=lambda target: None, is_unread=lambda target: False)
         monkeypatch.setattr(module, "children_of", self._descendants)
         monkeypatch.setattr(module, "facts_of", self._facts)
+        monkeypatch.setattr(module, "parent_of", lambda pid: self._facts(pid).ppid)
+        monkeypatch.setattr(ancestors, "chain_of", lambda pid: [])
         monkeypatch.setattr(module.os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))
         monkeypatch.setattr(module, "_pidfd_ended", lambda fd: False)
         send = lambda kind, body: self.frames.append((kind, body))  # noqa: E731

@@ -9,6 +9,7 @@ __all__ = ["LIMITS", "Overflow"]
 LIMITS = {
     "processes": 4096,
     "links of a process": 64,
+    "characters of environments": 16 << 20,
     "counter rows": 65536,
     "histograms": 16384,
     "longest lists": 32768,

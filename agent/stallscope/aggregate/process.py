@@ -54,6 +54,7 @@ class Exit(NamedTuple):
 class Process:
     """One process; `order` is its place in the stream, `events` the call events that it sent as records.
 
+    `traced`: False for an ancestor of what is traced; `parent`: only one that was told before it.
     `env`: what its environment said at the exec of its place in the job. `entry_only`: hooks whose returns were not
     probed in some library of it, so that nothing is known of durations.
     """
@@ -78,6 +79,7 @@ class Process:
     entry_only: set[int] = field(default_factory=set)
     runtime_calls_before_driver: int = 0
     env: dict[str, str] = field(default_factory=dict)
+    traced: bool = True
 
     @property
     def nccl_version(self) -> Version | None:
@@ -136,13 +138,19 @@ class Processes:
             order=len(self.table),
             pid=integer(body, "pid"),
             ns_pid=maybe_integer(body, "ns_pid", 0),
-            parent=maybe_integer(body, "parent", 0),
+            parent=self._parent(body),
             name=text(body, "name"),
             cmdline=texts(body, "cmdline"),
             container_id=maybe_text(body, "container_id"),
             start_ns=integer(body, "start_ns"),
             env=_environment(body),
+            traced=body.get("traced") is not False,
         )
+
+    def _parent(self, body: Body) -> int | None:
+        """One that is known already: so nobody is his own ancestor."""
+        parent = maybe_integer(body, "parent", 0)
+        return parent if parent in self.table else None
 
     def image(self, body: Body) -> None:
         """An IMAGE frame: the process runs another program now."""

@@ -21,6 +21,7 @@ from stallscope.aggregate.checks import (
 )
 from stallscope.aggregate.commdata import comm_data
 from stallscope.aggregate.communicators import Communicators
+from stallscope.aggregate.contexts import Contexts
 from stallscope.aggregate.events import NESTED, NO_OUT, WIRE_PROCS, Events
 from stallscope.aggregate.flight import Flight
 from stallscope.aggregate.hooks import WIRE_HOOKS, Hooks
@@ -101,6 +102,7 @@ class State:
         self.lost_by: dict[str, int] = {}
         self.cost: Cost | None = None
         self.processes = Processes(self.overflow)
+        self.contexts = Contexts(self.overflow)
         self.flight = Flight(self.overflow)
         self.hosts = Hosts(self.overflow)
         self.ticked_ns = 0
@@ -126,6 +128,7 @@ class State:
             Kind.SUSPECT: self.hosts.suspect,
             Kind.COMM: self._comm,
             Kind.COMMS: self._comms,
+            Kind.CONTEXT: self._context,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,
@@ -255,6 +258,9 @@ class State:
             self.communicators.told(process, row, at_ns)
             self.events.told(process.proc, row.pointer, row.next)
             self.operations.told(process, row, at_ns)
+
+    def _context(self, body: Body) -> None:
+        self.contexts.add(body, known=self.processes.get(body) is not None)
 
     def _slot(self, body: Body) -> None:
         slot = integer(body, "slot", 0, WIRE_PROCS)

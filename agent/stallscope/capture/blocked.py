@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-__all__ = ["MAX_STACK", "read_blocked", "read_memory"]
+__all__ = ["MAX_STACK", "read_blocked", "read_memory", "read_up"]
 
 MAX_STACK = 64 << 10
 MAX_RANGES = 4096
@@ -43,7 +43,7 @@ def read_blocked(pid: int, tid: int) -> tuple[int, int, bytes] | None:
         before = _registers(pid, tid)
         if before is None:
             return None
-        stack = _read_up(pid, before[0], MAX_STACK)
+        stack = read_up(pid, before[0], MAX_STACK)
         # The copy is of one moment only if the thread has not moved: otherwise its frames are a mixture.
         if stack and _registers(pid, tid) == before:
             return before[0], before[1], stack
@@ -71,12 +71,12 @@ def read_memory(pid: int, ranges: list[tuple[int, int]]) -> list[bytes]:
 
 
 def _read_whole(pid: int, address: int, length: int) -> bytes:
-    data = _read_up(pid, address, length) if length <= MAX_STACK else b""
+    data = read_up(pid, address, length) if length <= MAX_STACK else b""
     return data if len(data) == length else b""
 
 
-def _read_up(pid: int, address: int, length: int) -> bytes:
-    """Copy from an address upwards, up to the first page that can't be read."""
+def read_up(pid: int, address: int, length: int) -> bytes:
+    """Copy from an address upwards, up to the first page that can't be read; b"" where there is none."""
     if not 0 <= address < ADDRESS_LIMIT - length or length <= 0:
         return b""
     # The kernel may refuse an element as a whole when its end is not mapped: one element a page keeps the start.

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stallscope.capture.ancestors import Ancestors, chain_of, parents_first
+from stallscope.capture.announcing import tell_image, tell_process
 from stallscope.capture.counting import send_changes
 from stallscope.capture.exits import exit_code_of, has_ended, is_zombie, zombie_children
 from stallscope.capture.handover import Handed
-from stallscope.capture.procfs import Facts, children_of, facts_of, name_of, rank_words, start_ns_of_ticks
+from stallscope.capture.procfs import Facts, children_of, facts_of, name_of, start_ns_of_ticks
 from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.shims import Shims
 from stallscope.capture.target import Target
@@ -62,7 +64,13 @@ class Kin:
         self.turned_away: Counter[str] = Counter()
         self.no_code = 0
         self._until: int | None = None
+        self.ancestors = Ancestors(send, clock, self._number)
+        self.on_image: Callable[[Target], None] = lambda target: None
         shims.prepare = self._claim
+
+    def _number(self) -> int:
+        self._next_proc += 1
+        return self._next_proc - 1
 
     def live(self) -> list[Target]:
         """Processes that have not ended."""
@@ -81,7 +89,8 @@ class Kin:
     def adopt(self, pids: list[int]) -> None:
         """Trace running processes and, when following, those below them. Raises TargetProblem."""
         self._roots += pids
-        for pid in pids:
+        self.ancestors.find(pids)
+        for pid in parents_first(pids):
             if self._enter(pid, self._clock()) is None:
                 raise TargetProblem(
                     f"cannot trace pid {pid}", why="no such process", hint="check the pid with `ps`"
@@ -108,18 +117,24 @@ class Kin:
         return self._add(facts, pidfd, appeared_ns)
 
     def _add(self, facts: Facts, pidfd: int, appeared_ns: int) -> Target:
-        parent = self._by_pid.get(facts.ppid)
-        target = Target(self._next_proc, 0, facts, parent.proc if parent else None, pidfd, appeared_ns)
-        self._next_proc += 1
+        target = Target(self._number(), 0, facts, self._parent_proc(facts), pidfd, appeared_ns)
         self._by_pid[facts.pid] = target
-        self._send(
-            Kind.PROCESS,
-            {"proc": target.proc, "pid": facts.pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid,
-             "parent": target.parent, "name": facts.name, "cmdline": facts.cmdline,
-             "container_id": facts.container_id, "start_ns": facts.start_ns, "at_ns": appeared_ns,
-             "env": rank_words(facts.pid)},
-        )  # fmt: skip
+        tell_process(self._send, target)
+        self.on_image(target)
         return target
+
+    def _parent_proc(self, facts: Facts) -> int | None:
+        """Its parent's key; a parent that was not known is found through its child, who made himself known first."""
+        ppid = facts.ppid
+        if ppid not in self._by_pid and self._is_below(ppid):
+            self._enter(ppid, self._clock())
+        parent = self._by_pid.get(ppid) or next((one.target for one in self._ended if one.target.pid == ppid), None)
+        return parent.proc if parent else self.ancestors.proc_of(ppid)
+
+    def _is_below(self, pid: int) -> bool:
+        """Whether the process is, now, a descendant of one that we were given."""
+        mine = {os.getpid(), *self._helpers()}
+        return pid not in mine and any(root in chain_of(pid) for root in self._roots)
 
     def take(self, handed: Handed) -> None:
         """A process has handed its segment over; it may be gone already."""
@@ -178,11 +193,8 @@ class Kin:
             if (facts.name, facts.cmdline) != (target.facts.name, target.facts.cmdline) and facts.cmdline:
                 target.facts = facts
                 self._shims.retire_if_left(target, now)
-                self._send(
-                    Kind.IMAGE,
-                    {"proc": target.proc, "at_ns": now, "name": facts.name, "cmdline": facts.cmdline,
-                     "env": rank_words(target.pid)},
-                )  # fmt: skip
+                tell_image(self._send, target, now)
+                self.on_image(target)
 
     def check(self) -> None:
         """Once a second: new processes below the given ones, segments nobody handed over, children left to us."""
@@ -199,6 +211,7 @@ class Kin:
         for target in unread[:MAX_FOUND] if len(self._slots) < SLOTS else []:
             self._shims.find(target)
         self._reap(mine)
+        self.ancestors.check()
 
     def adopt_command(self, pid: int) -> None:
         """Trace a child of ours and all that come to be below us, a subreaper; its end is the capture's."""

@@ -11,7 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from stallscope.capture.ancestors import Ancestors
 from stallscope.capture.commreader import CommReader
+from stallscope.capture.contexts import Contexts
 from stallscope.capture.costs import Costs
 from stallscope.capture.forward import Poller
 from stallscope.capture.gaps import Totals
@@ -36,7 +38,14 @@ STANDSTILL_NS = 10_000_000_000
 
 
 class Crowd(Protocol):
-    """The processes of a capture, however they are found."""
+    """The processes of a capture, however they are found.
+
+    Attributes:
+        on_image: called for each process that is announced, and when it runs another program.
+    """
+
+    ancestors: Ancestors
+    on_image: Callable[[Target], None]
 
     def live(self) -> list[Target]:
         """Those that have not ended."""
@@ -77,6 +86,7 @@ class Loop(ABC):
         self._costs, self._duration_s = costs, duration_s
         self._totals = Totals(outbox.send)
         self._shim_comms = CommReader(ShimComms(shims.comms_made, shims.comms), parser, outbox.send, samples=False)
+        self._contexts = Contexts(parser, outbox.send, self._clock)
         self._stacks = Stacks(outbox.send, self._clock)
         self._suspicion = Suspicion(self._open_tap, self._callers, outbox.send, self._clock, self._stacks)
         self._next_tick_ns = self._next_slow_ns = 0
@@ -154,6 +164,7 @@ class Loop(ABC):
         if is_slow:
             self._slow(now)
         self._shim_comms.look(self.population.live(), now)
+        self._contexts.look(self._everybody(), now)
         flying = self._send_inflight(now, final=False)
         suspected = self._suspicion.on
         self._suspicion.judge(now, flying, self.population.live())
@@ -161,6 +172,12 @@ class Loop(ABC):
             self.poller.ask()
         if told:
             self.outbox.send(Kind.TICK, {"at_ns": now})
+
+    def _watch_images(self) -> None:
+        self.population.on_image = self.population.ancestors.on_image = self._contexts.began
+
+    def _everybody(self) -> list[Target]:
+        return [*self.population.ancestors.live(), *self.population.live()]
 
     def _look_closer(self, now: int, *, slow: bool) -> None:  # noqa: B027
         """What a tick does besides."""
@@ -227,6 +244,7 @@ class Loop(ABC):
         now = self._clock()
         self._pump(force=True)
         self.population.bury(final=True)  # who ended while the links were taken away
+        self._contexts.finish(self._everybody(), now)
         for target in self.population.live():
             self._last_look(target)
             self.population.send_counts(target, now)
@@ -264,3 +282,4 @@ class Loop(ABC):
         """Give every descriptor back; safe to call at any point."""
         self._stacks.close()
         self.shims.close()
+        self.population.ancestors.close()

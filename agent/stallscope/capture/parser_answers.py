@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 __all__ = [
-    "CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "ParserFailed", "Symbol",
-    "check_comm", "check_frames", "check_imports", "check_inferred", "check_needs", "check_symbols",
+    "CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "Objects", "ParserFailed", "Symbol",
+    "check_comm", "check_frames", "check_imports", "check_inferred", "check_needs", "check_objects", "check_symbols",
 ]  # fmt: skip
 
 ADDRESS_LIMIT = 1 << 47
@@ -101,6 +101,13 @@ class Imports(NamedTuple):
 
     imported: frozenset[str]
     needed: list[str]
+
+
+class Objects(NamedTuple):
+    """Variables that a file defines: name -> address before relocation; `exec_segments` as in `ElfSymbols`."""
+
+    vaddrs: dict[str, int]
+    exec_segments: list[tuple[int, int, int]]
 
 
 class InferredFrame(NamedTuple):
@@ -289,3 +296,14 @@ def check_comm(answer: dict[str, Any]) -> CommPlace:
     if seq_at is not None:
         seq_at = number(seq_at, MIN_FIELD, MAX_FIELD, "seq_at")
     return CommPlace(_one_of(by, ("table", "dwarf", "code"), "by"), rank_at, seq_at, functions, version)
+
+
+def check_objects(answer: dict[str, Any], names: frozenset[str], file_size: int) -> Objects:
+    """Check an answer to "objects": only names asked for; raises ParserFailed."""
+    rows = _mapping(answer.get("objects"), names, "objects")
+    vaddrs = {}
+    for name, row in rows.items():
+        vaddr, size = items(row, 2, "objects")
+        number(size, 0, 1 << 32, "size")
+        vaddrs[name] = number(vaddr, 1, ADDRESS_LIMIT, "vaddr")
+    return Objects(vaddrs, _segments(answer.get("exec_segments"), file_size))

@@ -25,17 +25,20 @@ from stallscope.capture.parser_answers import (
     Imports,
     Inferred,
     InferredFrame,
+    Objects,
     ParserFailed,
     Symbol,
     check_comm,
     check_imports,
     check_inferred,
     check_needs,
+    check_objects,
     check_symbols,
     text,
 )
 
-__all__ = ["CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "ParserClient", "ParserFailed", "Symbol"]
+__all__ = ["CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "Objects", "ParserClient",
+           "ParserFailed", "Symbol"]  # fmt: skip
 
 NOBODY = 65534
 LENGTH = struct.Struct("<I")
@@ -129,6 +132,12 @@ class ParserClient:
         answer = self._request({"op": "imports", "names": list(names)}, [fd], deadline_s)
         with self._distrust():
             return check_imports(answer, frozenset(names))
+
+    def objects(self, fd: int, names: Sequence[str]) -> Objects:
+        """Where a file's variables lie, of at most 8 names. Raises ParserFailed."""
+        answer = self._request({"op": "objects", "names": list(names)}, [fd], None)
+        with self._distrust():
+            return check_objects(answer, frozenset(names), os.fstat(fd).st_size)
 
     def infer(
         self,

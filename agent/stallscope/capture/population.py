@@ -9,10 +9,12 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from stallscope.capture.ancestors import Ancestors, parents_first
+from stallscope.capture.announcing import tell_image, tell_process
 from stallscope.capture.counting import send_changes
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
-from stallscope.capture.procfs import Facts, children_of, facts_of, rank_words
+from stallscope.capture.procfs import Facts, children_of, facts_of, parent_of
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.shims import Shims
@@ -64,8 +66,14 @@ class Population:
         self._reaper = reaper
         self._sharing = sharing
         self._shims = shims
+        self.ancestors = Ancestors(send, clock, self._number)
+        self.on_image: Callable[[Target], None] = lambda target: None
         linker.before_link = self.send_counts
         linker.on_preloaded = self._preloaded
+
+    def _number(self) -> int:
+        self._next_proc += 1
+        return self._next_proc - 1
 
     def live(self) -> list[Target]:
         """Processes that have not ended."""
@@ -93,8 +101,9 @@ class Population:
 
     def adopt(self, pids: list[int]) -> None:
         """Trace running processes and, when following, their descendants. Raises TargetProblem."""
-        for pid in pids:
-            self._adopt_one(pid, None, given=True)
+        self.ancestors.find(pids)
+        for pid in parents_first(pids):
+            self._adopt_one(pid, self._parent_proc(pid), given=True)
         if self._follow:
             self._adopt_descendants(pids)
         # Linking takes its time: only now, when no process is left whose forks nobody tells of.
@@ -116,8 +125,9 @@ class Population:
 
     def _parent_proc(self, pid: int) -> int | None:
         with contextlib.suppress(OSError):
-            parent = self._by_pid.get(facts_of(pid).ppid)
-            return parent.proc if parent else None
+            ppid = parent_of(pid)
+            parent = self._by_pid.get(ppid)
+            return parent.proc if parent else self.ancestors.proc_of(ppid)
         return None
 
     def _adopt_one(self, pid: int, parent: int | None, *, given: bool) -> None:
@@ -152,22 +162,15 @@ class Population:
         )  # fmt: skip
 
     def _enter(self, facts: Facts, slot: int, parent: int | None, pidfd: int, appeared_ns: int) -> Target:
-        target = Target(self._next_proc, slot, facts, parent, pidfd, appeared_ns)
-        self._next_proc += 1
+        target = Target(self._number(), slot, facts, parent, pidfd, appeared_ns)
         self._by_pid[facts.pid] = target
         self._by_slot[slot] = target
         return target
 
     def _announce(self, target: Target) -> None:
-        facts = target.facts
-        self._send(
-            Kind.PROCESS,
-            {"proc": target.proc, "pid": facts.pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid,
-             "parent": target.parent, "name": facts.name, "cmdline": facts.cmdline,
-             "container_id": facts.container_id, "start_ns": facts.start_ns, "at_ns": target.appeared_ns,
-             "env": rank_words(target.pid)},
-        )  # fmt: skip
+        tell_process(self._send, target)
         self._send(Kind.SLOT, {"slot": target.slot, "proc": target.proc, "at_ns": target.appeared_ns})
+        self.on_image(target)
 
     def event(self, record: bytes) -> None:
         """A process event from the life ring, one `wire_rec`."""
@@ -235,16 +238,8 @@ class Population:
         self._tables.ranges.set(target.slot, [])
         with contextlib.suppress(OSError):
             target.facts = facts_of(pid)
-        self._send(
-            Kind.IMAGE,
-            {
-                "proc": target.proc,
-                "at_ns": ts_ns,
-                "name": target.facts.name,
-                "cmdline": target.facts.cmdline,
-                "env": rank_words(target.pid),
-            },
-        )
+        tell_image(self._send, target, ts_ns)
+        self.on_image(target)
         self._linker.link_process(target, ts_ns)
 
     def _preloaded(self, target: Target) -> None:
@@ -274,6 +269,7 @@ class Population:
             if target.pidfd >= 0 and _pidfd_ended(target.pidfd):
                 self._exited(target.pid, -1, self._clock())
         self._reconcile()
+        self.ancestors.check()
 
     def _reconcile(self) -> None:
         """Slots that BPF gave to a child of which no fork record came; two looks in a row: it may be under way."""

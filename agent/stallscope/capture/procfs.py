@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Facts", "Mapping", "children_of", "clean", "executable_mappings", "facts_of", "is_leaderless", "live_path",
-           "name_of", "own_tid", "parent_of", "probe_area", "rank_words", "seccomp_mode", "start_ns_of_ticks",
-           "threads_of", "vdso_of"]  # fmt: skip
+__all__ = ["Block", "Facts", "Mapping", "children_of", "clean", "environment_of", "executable_mappings", "facts_of",
+           "is_leaderless", "live_path", "name_of", "own_tid", "parent_of", "probe_area", "rank_words", "seccomp_mode",
+           "start_ns_of_ticks", "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)", re.MULTILINE)
@@ -22,6 +22,19 @@ MAX_ENVIRON_BYTES = 256 << 10
 RANK_WORDS = frozenset({b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"SLURM_PROCID", b"SLURM_NTASKS",
                         b"OMPI_COMM_WORLD_RANK", b"PMI_RANK"})  # fmt: skip
 _NUMBER = re.compile(rb"[0-9]{1,64}")
+
+
+class Block(NamedTuple):
+    """Where the kernel put the environment at the exec: addresses [start, end), and what stands there now.
+
+    `words`: NAME=value each. `is_overwritten`: the process wrote something else over it, as setproctitle does.
+    """
+
+    start: int
+    end: int
+    data: bytes
+    words: list[bytes]
+    is_overwritten: bool
 
 
 class Mapping(NamedTuple):
@@ -146,6 +159,26 @@ def rank_words(pid: int) -> dict[str, str]:
         for name, _, value in pairs
         if name in RANK_WORDS and (number := value[:64]) and _NUMBER.fullmatch(number)
     }
+
+
+def environment_of(pid: int) -> Block | None:
+    """The environment as it was at the exec. None when it can't be read: no rights, or the process is gone."""
+    try:
+        path = live_path(pid)
+        fields = _stat_fields(pid)
+        start, end = int(fields[47]), int(fields[48])
+        with open(f"{path}/environ", "rb") as file:
+            data = file.read(MAX_ENVIRON_BYTES)
+    except (OSError, ValueError, IndexError):
+        return None
+    if start <= 0 or start > end or (not data and start != end):
+        return None  # the kernel hides it, or the process has just ended
+    words = data.removesuffix(b"\0").split(b"\0") if data else []
+    # What exec puts there has no empty words, and the first one is a pair; what setproctitle leaves are zeros, behind
+    # the end of a long title.
+    is_overwritten = bool(words) and (b"=" not in words[0][1:] or b"" in words)
+    whole = words[:-1] if len(data) == MAX_ENVIRON_BYTES else words
+    return Block(start, end, data, [] if is_overwritten else whole, is_overwritten)
 
 
 def own_tid(pid: int, tid: int) -> int:

@@ -94,6 +94,7 @@ class Session(Loop):
         self.population: Population = Population(
             self.tables, self._linker, sharing, reaper, shims, outbox.send, self._clock, follow=settings.children
         )
+        self._watch_images()
         self._carriers = Carriers(self._linker, self._clock)
         self._inference = Inference(parser, self.tables.rows, outbox.send, self._clock)
         self._losses = Losses(self._read_losses, outbox.send)

@@ -35,6 +35,7 @@ class ShimSession(Loop):
         super().__init__(outbox, shims, parser, costs, duration_s)
         own = lambda: helpers() | self._stacks.pids()  # noqa: E731
         self.population: Kin = Kin(shims, outbox.send, self._clock, own, follow=follow)
+        self._watch_images()
         self._handover = handover
         self._is_command = False
         self._poller = select.epoll()

@@ -20,7 +20,7 @@ class NothingCaptured(CaptureProblem):
 
 def why_empty(state: State) -> NothingCaptured | None:
     """What to tell when there is nothing to report; None when a call was seen, be it one that never returned."""
-    processes = list(state.processes.table.values())
+    processes = [p for p in state.processes.table.values() if p.traced]
     if state.events.total or state.flight.inferred or state.flight.threads or any(p.calls() for p in processes):
         return None
     return NothingCaptured(

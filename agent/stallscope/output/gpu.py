@@ -30,7 +30,7 @@ def throttle_names(mask: int | None) -> list[str] | None:
 
 def gpu_rows(state: State) -> list[Row]:
     """Each device as it was last seen with a traced process on it, else as it was last seen."""
-    pids = [process.pid for process in state.processes.table.values()]
+    pids = [process.pid for process in state.processes.table.values() if process.traced]
     return [_gpu(state, gpu, pids) for _, gpu in sorted(state.witnesses.gpus.items())]
 
 

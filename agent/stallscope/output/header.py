@@ -16,7 +16,7 @@ NAMED = 4
 
 def subject(report: Row) -> str:
     """Who was traced, on which machine."""
-    people = report["processes"]
+    people = [p for p in report["processes"] if p["traced"]]
     first = f"{clean(people[0]['name'])} (pid {people[0]['pid']})" if people else "no process"
     who = f"{first} and {len(people) - 1} more" if len(people) > 1 else first
     host = f" on {clean(report['capture']['host'])}" if report["capture"]["host"] else ""
@@ -51,7 +51,7 @@ def counted(report: Row) -> str:
 def ends(report: Row) -> list[str]:
     """How the targets ended, and every process that ended badly; one line each."""
     targets = set(report["capture"]["targets"])
-    ended = [p for p in report["processes"] if p["exit"]]
+    ended = [p for p in report["processes"] if p["exit"] and p["traced"]]
     # A target that ended well is told only when there is nothing worse to say.
     told = [p for p in ended if p["exit"]["signal"] or p["exit"]["code"]] or [p for p in ended if p["pid"] in targets]
     lines = [_end(p) for p in told[:NAMED]]

@@ -12,11 +12,13 @@ from stallscope.aggregate.state import State
 from stallscope.diagnose.accounting import Accounting, account
 from stallscope.diagnose.hidden import hidden
 from stallscope.diagnose.incident import Findings
+from stallscope.diagnose.lineage import Lineage
 from stallscope.diagnose.stalls import Stall, stalls
 from stallscope.output.calls import call_rows
 from stallscope.output.flight import flight_rows
 from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
+from stallscope.output.lineage import context_row, time_outs
 from stallscope.output.rows import Row, bound, since
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
@@ -33,13 +35,15 @@ def report_json(state: State, findings: Findings) -> str:
 def build_report(state: State, findings: Findings) -> Row:
     """The report as a dict. Sections that nothing fills yet are there and empty, so that readers find every key."""
     accounting = account(state)
-    table = sorted(state.processes.table.values(), key=lambda p: p.order)
-    processes = [_process(state, p) for p in table]
+    lineage = Lineage(state)
+    # Who is traced comes first: ancestors were told before them.
+    table = sorted(state.processes.table.values(), key=lambda p: (not p.traced, p.order))
+    processes = [_process(state, lineage, p) for p in table]
     communicators = [_communicator(state, c) for c in state.communicators.table.values()]
     names = Names(processes, communicators)
     return {
         "schema": SCHEMA,
-        "capture": _capture(state, accounting),
+        "capture": _capture(state, lineage, accounting),
         "processes": processes,
         "calls": call_rows(state, accounting),
         "communicators": communicators,
@@ -56,7 +60,7 @@ def build_report(state: State, findings: Findings) -> Row:
     }
 
 
-def _capture(state: State, accounting: Accounting) -> Row:
+def _capture(state: State, lineage: Lineage, accounting: Accounting) -> Row:
     capture = state.capture
     start = capture.start_mono_ns if capture else 0
     row: Row = {
@@ -73,7 +77,7 @@ def _capture(state: State, accounting: Accounting) -> Row:
         "sampled_out": accounting.sampled_out,
         "filtered": {"rule": accounting.filtered} if accounting.filtered else {},
         "gaps": [_gap(state, gap) for gap in sorted(state.gaps, key=lambda g: (g.from_ns, g.to_ns))],
-        "notes": _notes(state, accounting),
+        "notes": _notes(state, accounting) + time_outs(state, lineage),
         "cost": _cost(state),
     }
     ended = state.complete and state.dropped is None
@@ -142,7 +146,7 @@ def _cost(state: State) -> Row | None:
     return {"cpu_ns": state.cost.cpu_ns, "rss_bytes": state.cost.rss_bytes, "processes": named}
 
 
-def _process(state: State, process: Process) -> Row:
+def _process(state: State, lineage: Lineage, process: Process) -> Row:
     ended = process.exit
     row: Row = {
         "proc": process.proc,
@@ -153,13 +157,14 @@ def _process(state: State, process: Process) -> Row:
         "name": process.name,
         "cmdline": process.cmdline,
         "container_id": process.container_id,
-        "role": None,
-        "global_rank": process.global_rank,
+        "role": lineage.role(process.proc),
+        "global_rank": lineage.rank(process.proc),
         "start_ns": since(state, process.start_ns),
         "first_cuda_at_ns": None,
         "exit": ended
         and {"code": ended.code, "signal": ended.signal, "sender": None, "at_ns": since(state, ended.at_ns)},
-        "trace_context": {},
+        "trace_context": context_row(lineage, process.proc),
+        "traced": process.traced,
         "observed_from_ns": since(state, min((link.at_ns for link in process.links), default=None)),
         "libraries": [{"library": link.library, "path": link.path} for link in process.links],
     }

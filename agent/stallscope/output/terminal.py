@@ -16,6 +16,7 @@ from stallscope.output.rows import Row
 from stallscope.output.stdout import printable
 from stallscope.output.tables import table
 from stallscope.output.terminal_incidents import blocks, episodes, executed, no_blocks
+from stallscope.output.terminal_tree import tree
 from stallscope.output.words import at_least, count, cut, duration, least, share
 
 __all__ = ["PLAIN_WIDTH", "render", "report_text"]
@@ -43,7 +44,7 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         markup=False, emoji=False,
     )  # fmt: skip
     sections = (blocks, _header, no_blocks, episodes, _flight, _waits, _enqueues, _communicators, executed)
-    for section in (*sections, _others, _errors, _remarks):
+    for section in (*sections, _others, _errors, tree, _remarks):
         section(report, page)
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
     return text

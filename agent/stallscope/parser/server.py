@@ -13,6 +13,7 @@ from stallscope.parser.errors import ParseError
 from stallscope.parser.imports import find_imports
 from stallscope.parser.infer import infer
 from stallscope.parser.ncclcomm import find_comm
+from stallscope.parser.objects import find_objects
 from stallscope.parser.source import Source
 from stallscope.parser.symbols import find_symbols
 
@@ -86,6 +87,8 @@ def _dispatch(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         return find_symbols(Source(fds[0], "the file"), request["names"], **extras)
     if operation == "imports":
         return find_imports(Source(fds[0], "the file"), request["names"][:MAX_EXTRAS])
+    if operation == "objects":
+        return find_objects(Source(fds[0], "the file"), request["names"][:MAX_EXTRAS])
     if operation == "infer":
         return infer(request, [Source(fd, f"file {index}") for index, fd in enumerate(fds)])
     if operation == "nccl_comm":

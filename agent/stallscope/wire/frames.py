@@ -26,7 +26,8 @@ HELLO      version, start_mono_ns, start_unix_ns, host, kernel, backend ("bcc" o
            targets [pid..], sample_one_in, long_ns, hooks [[id, library, name, kind, timed]..],
            limits {name: n}
 PROCESS    proc, pid, ns_pid or nil, ppid, parent (proc) or nil, name, cmdline [..], container_id or nil, start_ns,
-           at_ns, env {NAME: value}: RANK and its like, as they were at the exec
+           at_ns, env {NAME: value}: RANK and its like, as they were at the exec, traced: false for an ancestor of
+           what is traced
 IMAGE      proc, at_ns, name, cmdline [..], env as in PROCESS: the process execed
 EXIT       proc, at_ns, code or nil, signal or nil
 LINK       proc, library, path, build_id or nil, hooks [id..], at_ns, appeared_ns, method, missing [name..],
@@ -58,6 +59,11 @@ COMM       at_ns, proc, pointer, by "table", "dwarf", "code" or nil (no offsets 
 COMMS      at_ns, proc, comms [[pointer, next, hook, elements, dtype, redop, rank or nil, nranks or nil, uid]..]: what
            the table of a shim says that was met late, so that not all was recorded: operations numbered so far, the
            newest of them, and of the creation what it told; uid: 128 bytes, or none
+CONTEXT    at_ns, proc, env {NAME: value} or nil: the wanted variables (wire/environment.py) at its exec, nil where they
+           can't be read; like: proc whose env it is to the letter, in place of env; overwritten: the process wrote
+           something else over that block; seen: whether libc's own `environ` could be read, and then of the wanted
+           names gone [NAME..]: in env and no longer there, own {NAME: value}: there and not in env. A later frame
+           replaces an earlier one
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
@@ -117,6 +123,7 @@ class Kind(IntEnum):
     WITNESS = 22
     GPU = 23
     COMMS = 24
+    CONTEXT = 29
 
 
 class Frame(NamedTuple):
