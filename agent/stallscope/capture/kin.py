@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +86,17 @@ class Kin:
         """The live process with this pid."""
         return self._by_pid.get(pid)
 
-    def adopt(self, pids: list[int]) -> None:
-        """Trace running processes and, when following, those below them. Raises TargetProblem."""
-        self._roots += pids
-        self.ancestors.find(pids)
-        for pid in parents_first(pids):
-            if self._enter(pid, self._clock()) is None:
+    def adopt(self, pids: list[int], more: Sequence[int] = ()) -> None:
+        """Trace running processes and, when following, those below them. Raises TargetProblem.
+
+        Args:
+            more: others that need not be there any more.
+        """
+        every = [*pids, *more]
+        self._roots += every
+        self.ancestors.find(every)
+        for pid in parents_first(every):
+            if self._enter(pid, self._clock()) is None and pid in pids:
                 raise TargetProblem(
                     f"cannot trace pid {pid}", why="no such process", hint="check the pid with `ps`"
                 )  # fmt: skip

@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from stallscope.capture.ancestors import Ancestors, parents_first
@@ -99,13 +99,18 @@ class Population:
         except OSError:
             return False
 
-    def adopt(self, pids: list[int]) -> None:
-        """Trace running processes and, when following, their descendants. Raises TargetProblem."""
-        self.ancestors.find(pids)
-        for pid in parents_first(pids):
-            self._adopt_one(pid, self._parent_proc(pid), given=True)
+    def adopt(self, pids: list[int], more: Sequence[int] = ()) -> None:
+        """Trace running processes and, when following, their descendants. Raises TargetProblem.
+
+        Args:
+            more: others that need not be there any more.
+        """
+        every = [*pids, *more]
+        self.ancestors.find(every)
+        for pid in parents_first(every):
+            self._adopt_one(pid, self._parent_proc(pid), given=pid in pids)
         if self._follow:
-            self._adopt_descendants(pids)
+            self._adopt_descendants(every)
         # Linking takes its time: only now, when no process is left whose forks nobody tells of.
         for target in self.live():
             # Once more: a fork that was under way while its child was found has put the kernel's slot there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stallscope.capture.carriers import Carriers
@@ -46,6 +46,7 @@ class Settings:
 
     Attributes:
         pids: processes to attach to.
+        more: others of their job.
         children: whether their children are traced too.
         one_in: record one in so many launches, copies and short waits.
         long_ns: waits from this duration on are always recorded.
@@ -63,6 +64,7 @@ class Settings:
     links_per_file: int = LINKS_PER_FILE
     kernel_release: str | None = None
     returns: str = "auto"
+    more: list[int] = field(default_factory=list)
 
 
 class Session(Loop):
@@ -125,7 +127,7 @@ class Session(Loop):
         self._poller.register(self.tables.life.fileno(), select.EPOLLIN | select.EPOLLET)
         self._losses.poll(self._clock())
         self.shims.calibrate()
-        self.population.adopt(self.settings.pids)
+        self.population.adopt(self.settings.pids, self.settings.more)
         self._carriers.rush(self.population.live())
         for target in self.population.live():
             self._inference.search(target)

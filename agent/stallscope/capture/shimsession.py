@@ -42,9 +42,9 @@ class ShimSession(Loop):
         if handover is not None:
             self._poller.register(handover.fileno(), select.EPOLLIN)
 
-    def start(self, pids: list[int]) -> None:
-        """Trace running processes that have the shim. Raises TargetProblem."""
-        self.population.adopt(pids)
+    def start(self, pids: list[int], more: list[int]) -> None:
+        """Trace running processes that have the shim; `more`: others of their job. Raises TargetProblem."""
+        self.population.adopt(pids, more)
         self._begin()
 
     def start_command(self, pid: int) -> None:

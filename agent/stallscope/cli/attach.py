@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("pids", nargs="+", type=pid_number, metavar="PID")
     parser.add_argument("--duration", type=seconds, metavar="S", help="end after S seconds (default: with the targets)")
     parser.add_argument("--no-children", action="store_true", help="do not follow fork")
-    parser.add_argument("--job", action="store_true", help="also the processes of the same job (not built yet)")
+    parser.add_argument("--job", action="store_true", help="also the processes of the same job on this host")
     parser.add_argument("--method", choices=("auto", "bpf", "inject"), default="auto")
     parser.add_argument("--backend", choices=("auto", "bcc", "object"), default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--links-per-file", type=int, default=8, help=argparse.SUPPRESS)
@@ -53,8 +53,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns the exit code; raises StallscopeError."""
-    if args.job:
-        raise ArgumentProblem("--job can't be honoured", why="it is not built yet", hint="give all pids of the job")
     if args.method == "inject":
         raise ArgumentProblem("--method inject can't be honoured", why="it is not built yet", hint="use --method bpf")
     if args.force and not args.output:
@@ -122,7 +120,7 @@ class Attach:
                 if self._stop:
                     raise KeyboardInterrupt
                 if self._by_shim:
-                    session.start(self.args.pids)
+                    session.start(self.args.pids, self._others())
                 else:
                     session.start()
                 self._attached = True
@@ -135,6 +133,16 @@ class Attach:
                 session.close()
             return parts.send_rest()
 
+    def _others(self) -> list[int]:
+        """Of the job, with --job."""
+        if not self.args.job:
+            return []
+        from stallscope.capture.jobs import job_of
+
+        found = job_of(self.args.pids)
+        print(f"--job: {len(found)} more processes of the job on this host", file=sys.stderr)
+        return found
+
     def _by_bpf(self, parts: Parts) -> Any:
         from stallscope.capture.linkstyle import Style, best_style
         from stallscope.capture.loader import load
@@ -144,7 +152,7 @@ class Attach:
         args = self.args
         settings = Settings(args.pids, not args.no_children, args.sample, LONG_NS, duration_s=args.duration)
         settings.links_per_file, settings.kernel_release = args.links_per_file, args.as_on_kernel
-        settings.returns = args.returns
+        settings.returns, settings.more = args.returns, self._others()
         style = best_style() if args.links == "auto" else Style(args.links)
         loaded = load(args.backend, bulk_bytes=BULK_BYTES, vital_bytes=VITAL_BYTES, style=style)
         parts.outbox.send(Kind.HELLO, hello(args.pids, loaded.backend, ["bpf"], args.sample, LONG_NS))

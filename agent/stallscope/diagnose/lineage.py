@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.state import State
-from stallscope.diagnose.kinship import (
+from stallscope.wire.kinship import (
     is_forkserver,
     is_launcher,
     is_service,

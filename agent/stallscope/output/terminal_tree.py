@@ -83,7 +83,7 @@ def _who(person: Row) -> str:
 
 def _many(group: list[Row]) -> str:
     pids = [p["pid"] for p in group]
-    return f"{cut(group[0]['name'], 16)} (pids {min(pids)} to {max(pids)}{_end(group[0])})"
+    return f"{cut(group[0]['name'], 16)} ({min(pids)} to {max(pids)}{_end(group[0])})"
 
 
 def _end(person: Row) -> str:
@@ -96,21 +96,21 @@ def _end(person: Row) -> str:
 
 
 def _what(person: Row) -> str:
-    parts = [person["role"].replace("_", " ")]
-    parts += [f"rank {person['global_rank']}"] if person["global_rank"] is not None else []
-    parts += ["not traced"] if not person["traced"] else []
-    told = _trace(person)
-    return f": {', '.join(parts)}{f'; {told}' if told else ''}"
+    role = person["role"].replace("_", " ")
+    is_rank = role == "trainer" and person["global_rank"] is not None
+    parts = [f"{role} rank {person['global_rank']}" if is_rank else role]
+    parts += ["not traced"] if not person["traced"] else _trace(person)
+    return f": {', '.join(parts)}"
 
 
-def _trace(person: Row) -> str:
-    """What became of the trace context; nothing where an ancestor that is not traced has it."""
+def _trace(person: Row) -> list[str]:
+    """What became of the trace context."""
     told = person["trace_context"].get(FIRST)
-    if told is None or not person["traced"]:
-        return ""
-    where = "by itself" if told["from"] == person["proc"] else "before it began"
-    state = {True: f"lost {where}", False: "kept", None: "unknown whether kept"}[told["lost"]]
-    return f"trace {cut(_trace_id(told['value']), 10)} {state}"
+    if told is None:
+        return []
+    if not told["lost"]:
+        return [f"trace {cut(_trace_id(told['value']), 10)}{', unknown whether kept' if told['lost'] is None else ''}"]
+    return [f"trace lost {'by itself' if told['from'] == person['proc'] else 'before it began'}"]
 
 
 def _trace_id(value: str) -> str:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple, Protocol
 
-from stallscope.aggregate.process import Process
-
-__all__ = ["is_forkserver", "is_launcher", "is_service", "is_shell", "is_spawned", "is_system", "looks_python"]
+__all__ = [
+    "Named",
+    "Person",
+    "is_forkserver",
+    "is_launcher",
+    "is_service",
+    "is_shell",
+    "is_spawned",
+    "is_system",
+    "looks_python",
+]
 
 SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh", "ash", "fish", "busybox"))
 LAUNCHERS = frozenset((
@@ -24,11 +33,30 @@ DATA_WORKER = "pt_data_worker"
 MOST_WORDS = 64
 
 
+class Named(Protocol):
+    """What is looked at."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def cmdline(self) -> list[str]: ...
+
+
+class Person(NamedTuple):
+    """A process of which no more is known."""
+
+    pid: int
+    name: str
+    cmdline: list[str]
+
+
 def _base(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _program(process: Process) -> str:
+def _program(process: Named) -> str:
     """What runs: of an interpreter's command line the script, where one is named; a login shell's "-bash" is bash."""
     words = process.cmdline[:MOST_WORDS]
     first = _base(words[0]).removeprefix("-") if words else process.name
@@ -38,18 +66,18 @@ def _program(process: Process) -> str:
     return first
 
 
-def looks_python(process: Process) -> bool:
+def looks_python(process: Named) -> bool:
     """Whether it is a Python interpreter, whatever it calls itself by now."""
     first = _base(process.cmdline[0]) if process.cmdline else ""
     return process.name.startswith(("python", "pt_")) or first.startswith("python")
 
 
-def is_shell(process: Process) -> bool:
+def is_shell(process: Named) -> bool:
     """A shell, interactive or with a script."""
     return process.name in SHELLS or _program(process) in SHELLS
 
 
-def is_launcher(process: Process) -> bool:
+def is_launcher(process: Named) -> bool:
     """A program whose trade it is to start ranks."""
     words = process.cmdline[:MOST_WORDS]
     if process.name in LAUNCHERS or _program(process) in LAUNCHERS:
@@ -57,25 +85,25 @@ def is_launcher(process: Process) -> bool:
     return any(word == "-m" and module.startswith(MODULES) for word, module in itertools.pairwise(words))
 
 
-def is_system(process: Process) -> bool:
+def is_system(process: Named) -> bool:
     """What runs programs of all kinds: an init, a container's keeper, a terminal's server."""
     return process.pid == 1 or process.name in SYSTEM or process.name.startswith("containerd-shim")
 
 
-def is_spawned(process: Process) -> bool:
+def is_spawned(process: Named) -> bool:
     """A worker by multiprocessing's "spawn", or one that PyTorch's loader named."""
     return process.name.startswith(DATA_WORKER) or "--multiprocessing-fork" in process.cmdline[:MOST_WORDS]
 
 
-def _says(process: Process, *texts: str) -> bool:
+def _says(process: Named, *texts: str) -> bool:
     return any(text in word for word in process.cmdline[:MOST_WORDS] for text in texts)
 
 
-def is_forkserver(process: Process) -> bool:
+def is_forkserver(process: Named) -> bool:
     """The server of multiprocessing's "forkserver", or a worker that it forked: both have its command line."""
     return _says(process, "from multiprocessing.forkserver import main")
 
 
-def is_service(process: Process) -> bool:
+def is_service(process: Named) -> bool:
     """A process that Python or PyTorch starts for its own needs."""
     return _says(process, "from multiprocessing.resource_tracker", "semaphore_tracker import", "compile_worker")
