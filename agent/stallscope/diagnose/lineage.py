@@ -120,10 +120,14 @@ class _Roles:
         processes = sorted(self._table.values(), key=lambda p: p.order)
         self._workers = {p.proc for p in processes if self._is_worker_by_name(p)}
         self._trainers = {p.proc for p in processes if self._computes(p)}
-        self._trainers |= {p.proc for p in processes if self._is_placed(p)}
+        above = self._above()
+        self._trainers |= {p.proc for p in processes if p.proc not in above and self._is_placed(p)}
         self._trainers |= {p.proc for p in processes if self._is_nominated(p)}
-        above = {one.proc for proc in self._trainers for one in self._lineage.ancestors(proc)}
+        above = self._above()
         return {p.proc: self._role(p, above) for p in processes}
+
+    def _above(self) -> set[int]:
+        return {one.proc for proc in self._trainers for one in self._lineage.ancestors(proc)}
 
     def _parent(self, process: Process) -> Process | None:
         return self._table.get(process.parent) if process.parent is not None else None

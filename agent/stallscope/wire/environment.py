@@ -25,13 +25,15 @@ NAMES = frozenset((
 FAMILIES = ("OTEL_", "SLURM_", "OMPI_", "NCCL_", "TORCH_NCCL_", "CUDA_")
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 # Headers carry the exporter's credentials; SLURM_JWT is a token.
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|HEADERS|JWT|AUTH(?!OR)|PRIVATE|COOKIE|SIGNATURE")
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|HEADERS|JWT|AUTH|PRIVATE|COOKIE|SIGNATURE")
 _USER_OF_URL = re.compile(r"(?<=://)\S*@")
 # A word begins where none stands before: without that, a long one takes time by its square.
 _PAIR = re.compile(
     r"(?<![\w.%-])([\w.%-]+)(\s{0,4}[=:]\s{0,4})((?:(?:bearer|basic)(?:\s|%20){1,4})?[^,;&\s]+)", re.IGNORECASE
 )
-_SECRET_PART = re.compile(r"key|token|secret|passw|pwd|credential|cookie|signature|jwt|auth(?!or)", re.IGNORECASE)
+_SECRET_PART = re.compile(
+    r"key|token|secret|passw|pwd|credential|cookie|signature|jwt|auth(?!or(?:s|ed|ity)?$)", re.IGNORECASE
+)
 # Words that are secrets wherever they stand: of GitHub, GitLab, Slack, AWS, Google, Hugging Face, OpenAI; a JWT; PEM.
 _SECRET_WORD = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AIza|hf_|sk-|eyJ)[\w.+/=-]{8,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|"
