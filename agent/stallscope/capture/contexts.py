@@ -29,10 +29,13 @@ AT_THE_END = 1024
 
 @dataclass
 class _Entry:
-    """One process: its wanted variables at the exec (None: unreadable), what was told of them, when to look again."""
+    """One process: its wanted variables at the exec (None: unreadable), what was told of them, when to look again.
+
+    `mark`: addresses and hash of the block; equal ones are a parent's and its forked child's.
+    """
 
     env: dict[str, str] | None
-    block: tuple[int, int] | None
+    mark: tuple[int, int, int] | None
     told: dict[str, Any]
     due_ns: int
     looks: int = 0
@@ -54,9 +57,11 @@ class Contexts:
     def began(self, target: Target) -> None:
         """The process runs another program now: what it was started with."""
         now, block = self._clock(), environment_of(target.pid)
-        env = None if block is None else wanted(block.words)
-        span = None if block is None else (block.start, block.end)
-        entry = self._entries[target.proc] = _Entry(env, span, {}, now + PAUSES_NS[0])
+        mark = None if block is None else _mark(block)
+        parent = self._entries.get(target.parent) if target.parent is not None else None
+        is_forked = mark is not None and parent is not None and parent.mark == mark
+        env = parent.env if is_forked and parent else None if block is None else wanted(block.words)
+        entry = self._entries[target.proc] = _Entry(env, mark, {}, now + PAUSES_NS[0])
         self._tell(target, entry, now, self._body(target, entry, block, None))
 
     def look(self, targets: Iterable[Target], now: int) -> None:
@@ -83,8 +88,8 @@ class Contexts:
         words = None if block is None else self._environs.words(target.proc, target.parent, target.pid, block)
         if block is None or target.pidfd < 0 or has_ended(target.pidfd):
             return  # its number may be another's by now
-        if entry.block != (block.start, block.end):
-            entry.env, entry.block = wanted(block.words), (block.start, block.end)  # an exec that nobody told of
+        if entry.mark is None or entry.mark[:2] != (block.start, block.end):
+            entry.env, entry.mark = wanted(block.words), _mark(block)  # an exec that nobody told of
         live = None if words is None else wanted(words)
         self._tell(target, entry, now, self._body(target, entry, block, live))
 
@@ -105,3 +110,7 @@ class Contexts:
         if body != entry.told:
             entry.told = body
             self._send(Kind.CONTEXT, {"at_ns": now, "proc": target.proc, **body})
+
+
+def _mark(block: Block) -> tuple[int, int, int]:
+    return block.start, block.end, hash(block.data)

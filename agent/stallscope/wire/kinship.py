@@ -87,7 +87,10 @@ def is_launcher(process: Named) -> bool:
 
 def is_system(process: Named) -> bool:
     """What runs programs of all kinds: an init, a container's keeper, a terminal's server."""
-    return process.pid == 1 or process.name in SYSTEM or process.name.startswith("containerd-shim")
+    if process.name in SYSTEM or process.name.startswith("containerd-shim"):
+        return True
+    # A container's first process may be the job's own.
+    return process.pid == 1 and not (is_launcher(process) or is_shell(process) or looks_python(process))
 
 
 def is_spawned(process: Named) -> bool:
