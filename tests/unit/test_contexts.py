@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shim_kit import Sent
+from fake_segments import Sent
 
 from stallscope.capture.contexts import A_LOOK, Contexts
 from stallscope.capture.environ import live_words

@@ -122,7 +122,8 @@ class Kin:
         return self._add(facts, pidfd, appeared_ns)
 
     def _add(self, facts: Facts, pidfd: int, appeared_ns: int) -> Target:
-        target = Target(self._number(), 0, facts, self._parent_proc(facts), pidfd, appeared_ns)
+        parent = self._parent_proc(facts)
+        target = Target(self._number(), 0, facts, parent, pidfd, appeared_ns)
         self._by_pid[facts.pid] = target
         tell_process(self._send, target)
         self.on_image(target)
