@@ -133,6 +133,18 @@ def test_a_worker_that_touches_the_gpu() -> None:
     assert kit.roles() == {1: "trainer", 2: "loader_worker"}
 
 
+def test_a_worker_with_a_title() -> None:
+    """Its command line is gone; its rank is read from what libc has."""
+    kit = Family()
+    kit.person(1, None, ["VLLM::Engine"], env={}, overwritten=True, own={"RANK": "2", "SLURM_PROCID": "x", "PMI_RANK": "9" * 20})
+    kit.rank(1)
+    kit.person(2, 1, ["reader 1"], env={}, overwritten=True)
+    kit.person(3, 2, ["reader 1"], env={}, overwritten=True)
+    report = kit.bye().report()
+    assert [(p["role"], p["global_rank"]) for p in report["processes"]] == [("trainer", 2), ("loader_worker", 2), ("helper", 2)]
+    assert report["communicators"][0]["members"][0]["global_rank"] == 2
+
+
 def test_given_a_place_by_its_launcher() -> None:
     kit = Family()
     kit.person(1, None, ["python3", "start.py"], env={})

@@ -16,6 +16,7 @@ from stallscope.wire.frames import Body
 
 __all__ = ["SHIM", "Counts", "Exit", "Link", "Process", "Processes"]
 
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 SHIM = "shim"  # the method in LINK frames, and the source in reports
 
 
@@ -95,8 +96,11 @@ class Process:
     @property
     def global_rank(self) -> int | None:
         """Its rank in the job, from the environment it was started with."""
-        names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-        return next((int(self.env[n]) for n in names if n in self.env and self.env[n].isdecimal()), None)
+        return next((int(self.env[n]) for n in RANKS if n in self.env and self.env[n].isdecimal()), None)
+
+    def learn_place(self, now: dict[str, str]) -> None:
+        """Of variables that it has now and that its exec does not show: it wrote over them, or set them itself."""
+        self.env |= {name: now[name] for name in RANKS if name in now and name not in self.env and len(now[name]) < 10}
 
     def has_library(self, library: str, hooks: Hooks) -> bool:
         """Whether hooks of that library are linked; a static runtime lives in the program's own file."""

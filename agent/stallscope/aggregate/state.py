@@ -260,7 +260,11 @@ class State:
             self.operations.told(process, row, at_ns)
 
     def _context(self, body: Body) -> None:
-        self.contexts.add(body, known=self.processes.get(body) is not None)
+        process = self.processes.get(body)
+        self.contexts.add(body, known=process is not None)
+        context = self.contexts.table.get(process.proc) if process else None
+        if process and context:
+            process.learn_place(context.own)
 
     def _slot(self, body: Body) -> None:
         slot = integer(body, "slot", 0, WIRE_PROCS)

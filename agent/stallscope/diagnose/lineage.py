@@ -21,7 +21,6 @@ from stallscope.wire.kinship import (
 __all__ = ["HELPER", "LAUNCHER", "TRAINER", "WORKER", "Lineage", "Told"]
 
 LAUNCHER, TRAINER, WORKER, HELPER = "launcher", "trainer", "loader_worker", "helper"
-RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 PLACES = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 DEPTH = 64
 
@@ -69,18 +68,10 @@ class Lineage:
 
     def rank(self, proc: int) -> int | None:
         """Its rank in the job; of a trainer's workers and helpers the trainer's."""
-        own = self._own_rank(proc)
+        own = self._table[proc].global_rank
         if own is not None or self.role(proc) in (TRAINER, LAUNCHER):
             return own
-        return next((rank for one in self.ancestors(proc) if (rank := self._own_rank(one.proc)) is not None), None)
-
-    def _own_rank(self, proc: int) -> int | None:
-        rank = self._table[proc].global_rank
-        context = self._state.contexts.table.get(proc)
-        if rank is not None or context is None:
-            return rank
-        told = (context.own.get(name, "") for name in RANKS)
-        return next((int(word) for word in told if word.isascii() and word.isdecimal() and len(word) < 10), None)
+        return next((one.global_rank for one in self.ancestors(proc) if one.global_rank is not None), None)
 
     def context(self, proc: int) -> dict[str, Told]:
         """What the environment said of the job, at its exec or at that of the nearest ancestor that had it."""
@@ -189,9 +180,15 @@ class _Roles:
         if process.proc in self._trainers:
             return TRAINER
         if self._below_trainer(process):
-            is_worker = process.proc in self._workers or (self._is_forked(process) and not is_forkserver(process))
-            return WORKER if is_worker and not is_service(process) else HELPER
+            return WORKER if self._works(process) and not is_service(process) else HELPER
         if is_launcher(process) or (is_shell(process) and (process.proc in above or not self._trainers)):
             return LAUNCHER
         starts = any(child in self._trainers for child in self._lineage.children(process.proc))
         return LAUNCHER if starts and not is_system(process) else HELPER
+
+    def _works(self, process: Process) -> bool:
+        """Whether a process below a trainer is one of its workers; a title in place of the command line is theirs."""
+        if process.proc in self._workers or (self._is_forked(process) and not is_forkserver(process)):
+            return True
+        context = self._state.contexts.table.get(process.proc)
+        return context is not None and context.overwritten and process.parent in self._trainers
