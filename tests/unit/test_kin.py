@@ -259,3 +259,20 @@ def test_the_end_of_a_command_is_the_end(world: World) -> None:
     assert not world.kin.any_live()
     (left,) = [target for target in world.kin.live() if target.facts.name == "sleep"]
     os.kill(left.pid, signal.SIGKILL)
+
+
+def test_a_child_makes_itself_known_before_its_parent(world: World) -> None:
+    """What uses CUDA hands over; its parent, who does not, is found through it."""
+    text = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}]); print(p.pid, flush=True); input()"
+    root = world.start("input()\n" + text.format(FORKS.format("input()")))
+    assert root.stdin and root.stdout
+    world.kin.adopt([root.pid])
+    root.stdin.write("go\n")
+    root.stdin.flush()
+    parent, child = int(root.stdout.readline()), int(root.stdout.readline())
+    ticks = start_ticks_of(child)
+    assert ticks
+    world.kin.take(Handed(child, ticks, os.open("/dev/null", os.O_RDONLY)))
+    told = [body for body in world.sent.of(Kind.PROCESS) if body.get("traced", True)]
+    assert [body["pid"] for body in told] == [root.pid, parent, child]
+    assert [body["parent"] for body in told[1:]] == [told[0]["proc"], told[1]["proc"]]

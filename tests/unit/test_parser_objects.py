@@ -49,8 +49,9 @@ def test_a_program_that_leaves_it_to_libc(tmp_path: Path) -> None:
     assert objects(path)["objects"] == {}
 
 
-def test_a_static_program(tmp_path: Path) -> None:
-    path = compiled(tmp_path / "static", "-static")
+@pytest.mark.parametrize("flag", ["-static", "-static-pie"])
+def test_a_static_program(tmp_path: Path, flag: str) -> None:
+    path = compiled(tmp_path / "static", flag)
     found = objects(path)["objects"]
     assert {name: row[0] for name, row in found.items()} == {name: nm(path)[name] for name in NAMES}
     subprocess.run(["strip", path], check=True)

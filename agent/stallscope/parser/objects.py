@@ -33,8 +33,8 @@ def find_objects(source: Source, names: list[str]) -> dict[str, Any]:
     table = dynamic_table(elf)
     if table is not None:
         _scan(elf, table, wanted, found)
-    # Only a static program has none of them in .dynsym; one that imports them has them elsewhere.
-    if not found and table is None:
+    # Only a static program has them elsewhere; what is linked with libraries has them in .dynsym, or in a library.
+    if not found and not elf.needed_offsets:
         full = full_table(elf)
         if full is not None:
             _scan(elf, full, wanted, found)
