@@ -16,7 +16,7 @@ from fake_segments import Sent
 
 from stallscope.capture.contexts import A_LOOK, Contexts
 from stallscope.capture.environ import live_words
-from stallscope.capture.parser_client import ParserClient
+from stallscope.capture.parser_client import ParserClient, ParserFailed
 from stallscope.capture.procfs import Block, environment_of, facts_of
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
@@ -218,6 +218,22 @@ def test_a_few_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         world.meet(os.getpid())
     world.look()
     assert len(looked) == A_LOOK
+
+
+def test_a_file_that_holds_the_parser_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked twice, whoever runs it."""
+    asked: list[int] = []
+
+    def objects(fd: int, names: Any, *, deadline_s: float) -> Any:
+        asked.append(fd)
+        raise ParserFailed("cannot parse", "objects", "no answer", died=True)
+
+    monkeypatch.setattr(world.parser, "objects", objects)
+    for _ in range(4):
+        world.start("/bin/sh", "-c", "echo ready; read x")
+    world.look()
+    assert len(asked) == 4  # the program and libc, twice
+    assert not any(world.told(target)["seen"] for target in world.targets)
 
 
 def _memory(monkeypatch: pytest.MonkeyPatch, memory: dict[int, bytes]) -> None:

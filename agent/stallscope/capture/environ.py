@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections import Counter
 from typing import NamedTuple
 
 from stallscope.capture.blocked import read_up
@@ -25,7 +26,8 @@ _LIBC = re.compile(r"libc(?:\.so\.6|-2\.\d+\.so|\.so|\.musl-[\w-]+\.so\.1)|ld-mu
 PAGE = 4096
 FIRST, MOST = 2048, 65536  # bytes of the array: so many are read at first, and at most
 MAX_OUTSIDE = 512
-MAX_FILES = 256
+MAX_FILES, MAX_TRIES = 256, 2
+DEADLINE_S = 1.0
 WORD = MAX_NAME + 1 + MAX_READ + 2
 NOTHING = Objects({}, [])
 
@@ -49,6 +51,7 @@ class Environs:
         self._parser = parser
         self._places: dict[int, _Place] = {}
         self._files: dict[tuple[int, ...], Objects] = {}
+        self._failures: Counter[tuple[int, ...]] = Counter()
 
     def words(self, proc: int, parent: int | None, pid: int, block: Block) -> list[bytes] | None:
         """NAME=value strings that the process has now; None where they can't be read."""
@@ -94,16 +97,21 @@ class Environs:
             if key not in self._files:
                 if len(self._files) >= MAX_FILES:
                     self._files.clear()
-                self._files[key] = self._ask(fd)
-            return self._files[key]
+                    self._failures.clear()
+                self._ask(fd, key)
+            return self._files.get(key, NOTHING)
         finally:
             os.close(fd)
 
-    def _ask(self, fd: int) -> Objects:
+    def _ask(self, fd: int, key: tuple[int, ...]) -> None:
         try:
-            return self._parser.objects(fd, NAMES)
-        except (ParserFailed, OSError):
-            return NOTHING  # a file that can't be read tells as much as one that has no such variable
+            self._files[key] = self._parser.objects(fd, NAMES, deadline_s=DEADLINE_S)
+        except (ParserFailed, OSError) as problem:
+            # One that can't be read tells as much as one without such a variable. A parser that was held up may do
+            # better the next time, and not for ever: meanwhile nobody drains the rings.
+            self._failures[key] += 1
+            if not (isinstance(problem, ParserFailed) and problem.died) or self._failures[key] >= MAX_TRIES:
+                self._files[key] = NOTHING
 
 
 def _address(objects: Objects, mapping: Mapping) -> int | None:

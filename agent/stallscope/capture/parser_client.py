@@ -133,9 +133,9 @@ class ParserClient:
         with self._distrust():
             return check_imports(answer, frozenset(names))
 
-    def objects(self, fd: int, names: Sequence[str]) -> Objects:
+    def objects(self, fd: int, names: Sequence[str], *, deadline_s: float | None = None) -> Objects:
         """Where a file's variables lie, of at most 8 names. Raises ParserFailed."""
-        answer = self._request({"op": "objects", "names": list(names)}, [fd], None)
+        answer = self._request({"op": "objects", "names": list(names)}, [fd], deadline_s)
         with self._distrust():
             return check_objects(answer, frozenset(names), os.fstat(fd).st_size)
 

@@ -13,7 +13,7 @@ from stallscope.parser.symtab import Table, dynamic_table, full_table
 __all__ = ["find_objects"]
 
 STT_OBJECT, SHN_ABS = 1, 0xFFF1
-CHUNK = 32_768
+CHUNK, MAX_SEARCHED = 32_768, 400_000
 _SYM = struct.Struct("<IBBHQQ")
 
 
@@ -36,7 +36,7 @@ def find_objects(source: Source, names: list[str]) -> dict[str, Any]:
     # Only a static program has them elsewhere; what is linked with libraries has them in .dynsym, or in a library.
     if not found and not elf.needed_offsets:
         full = full_table(elf)
-        if full is not None:
+        if full is not None and full.length <= MAX_SEARCHED:
             _scan(elf, full, wanted, found)
     segments = [[s.vaddr, s.filesz, s.offset] for s in elf.loads if s.flags & e.PF_X]
     return {"objects": found, "exec_segments": segments}
