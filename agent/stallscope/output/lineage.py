@@ -33,7 +33,7 @@ def time_outs(state: State, lineage: Lineage) -> list[str]:
         return []
     told = sorted({one for p in ranks if (one := _time_out(lineage, p))})
     if not told:
-        return ["time-out of the job: not visible (no variable or option says one; PyTorch's own is 10 min for NCCL)"]
+        return ["time-out of the job: not visible (no variable or option says one)"]
     words = ", ".join(f"{_span(seconds)} ({name})" for seconds, name in told[:NAMED])
     return [f"time-out of the job: {words}"]
 
