@@ -50,12 +50,16 @@ class Ready:
             assert (rows[pid]["role"], rows[pid]["global_rank"]) == ("helper", 3)
             assert rows[pid]["parent"] == rows[parent]["proc"]
             self._check_context(rows[pid], trainer["proc"], True)
-        assert {name: row["lost"] for name, row in rows[self.title]["trace_context"].items() if name in TOLD} == dict.fromkeys(TOLD)
+        assert {
+            name: row["lost"] for name, row in rows[self.title]["trace_context"].items() if name in TOLD
+        } == dict.fromkeys(TOLD)
         assert "hunter2" not in json.dumps(report)
 
     def _check_context(self, row: dict[str, Any], source: int, lost: bool) -> None:
         found = {name: value for name, value in row["trace_context"].items() if name in TOLD}
-        assert found == {name: {"value": value, "from": source, "lost": lost} for name, value in TOLD.items()}, row["pid"]
+        assert found == {name: {"value": value, "from": source, "lost": lost} for name, value in TOLD.items()}, row[
+            "pid"
+        ]
 
 
 def test_attach(needs_bpf: None, tmp_path: Path) -> None:

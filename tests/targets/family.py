@@ -47,7 +47,9 @@ def overwrite() -> None:
 
 
 def rewritten() -> int:
-    child = subprocess.Popen([sys.executable, __file__, "title"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, __file__, "title"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout
     child.stdout.readline()
     return child.pid

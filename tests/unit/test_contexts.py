@@ -144,7 +144,9 @@ def test_an_overwritten_block(world: World) -> None:
     ("A=1\0B=2\0", False), ("A=1\0", False), ("title\0\0\0\0", True), ("\0\0\0", True), ("tle\0B=2\0", True),
     ("A=1\0\0\0", True), ("A=1\0B=2", False), ("=x\0", True), ("A=1\0noequals\0", False),
 ])  # fmt: skip
-def test_what_an_overwritten_block_looks_like(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: str, overwritten: bool) -> None:
+def test_what_an_overwritten_block_looks_like(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: str, overwritten: bool
+) -> None:
     """Zeros and the rest of a title are nothing that an exec puts there."""
     from stallscope.capture import procfs
 
@@ -166,7 +168,9 @@ def test_a_forked_child_is_like_its_parent(world: World) -> None:
 
 def test_another_program_in_the_same_process(world: World) -> None:
     """An exec that nobody told of: the block lies elsewhere."""
-    target = world.python("print('ready', flush=True); input(); os.execve('/bin/sh', ['sh', '-c', 'echo on; read x'], {'RANK': '9'})")
+    target = world.python(
+        "print('ready', flush=True); input(); os.execve('/bin/sh', ['sh', '-c', 'echo on; read x'], {'RANK': '9'})"
+    )
     world.look()
     program = world.programs[0]
     assert program.stdin and program.stdout
@@ -192,7 +196,9 @@ def test_a_static_program_without_libc(world: World, tmp_path: Path) -> None:
 
 def test_a_static_program(world: World, tmp_path: Path) -> None:
     source = tmp_path / "static.c"
-    source.write_text("#include <stdio.h>\n#include <stdlib.h>\nint main(void) { unsetenv(\"RANK\"); puts(\"ready\"); fflush(stdout); return getchar(); }")
+    source.write_text(
+        '#include <stdio.h>\n#include <stdlib.h>\nint main(void) { unsetenv("RANK"); puts("ready"); fflush(stdout); return getchar(); }'
+    )
     subprocess.run(["gcc", "-static", "-o", tmp_path / "static", source], check=True)
     target = world.start(str(tmp_path / "static"))
     world.look()
@@ -265,7 +271,9 @@ NOWHERE = Block(0x5000, 0x5010, b"A=1\0B=2\0", [], False)
     ({0x10: words(0x100), 0x100: words(*[0x9000] * 600, 0), 0x9000: b"A=2\0"}, None),
     ({0x10: words(0x100), 0x100: words(0x900, 0), 0x900: b"RANK=" + b"7" * 9000}, [b"RANK=" + b"7" * (64 + 4096 - 2)]),
 ])  # fmt: skip
-def test_memory_of_any_kind(monkeypatch: pytest.MonkeyPatch, memory: dict[int, bytes], found: list[bytes] | None) -> None:
+def test_memory_of_any_kind(
+    monkeypatch: pytest.MonkeyPatch, memory: dict[int, bytes], found: list[bytes] | None
+) -> None:
     """No end, no array, an array that leads nowhere."""
     _memory(monkeypatch, memory)
     assert live_words(1, 0x10, NOWHERE) == found

@@ -44,7 +44,9 @@ class World:
         self.library = folder / "libnccl.so.2"
         self.library.write_bytes(bytes(4096))
 
-    def start(self, text: str, *words: str, fds: tuple[int, ...] = (), env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, text: str, *words: str, fds: tuple[int, ...] = (), env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         program = subprocess.Popen(
             [sys.executable, "-c", text, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             pass_fds=fds, env={**os.environ, **(env or {})},
@@ -58,7 +60,9 @@ class World:
         return program.pid, json.loads(program.stdout.readline())
 
     def member(self, fd: int = -1, then: str = "") -> int:
-        program = self.start(MEMBER.format(library=str(self.library), fd=fd) + then + "\n" + WAITS, fds=(fd,) if fd >= 0 else ())
+        program = self.start(
+            MEMBER.format(library=str(self.library), fd=fd) + then + "\n" + WAITS, fds=(fd,) if fd >= 0 else ()
+        )
         assert program.stdout
         program.stdout.readline()
         return program.pid
@@ -151,7 +155,10 @@ def test_who_is_connected(world: World) -> None:
 
 
 def test_ties() -> None:
-    here, there = Ties(frozenset(), frozenset({("net:[1]", (b"A", b"B"))})), Ties(frozenset(), frozenset({("net:[1]", (b"B", b"A"))}))
+    here, there = (
+        Ties(frozenset(), frozenset({("net:[1]", (b"A", b"B"))})),
+        Ties(frozenset(), frozenset({("net:[1]", (b"B", b"A"))})),
+    )
     assert here.binds(there) and not here.binds(here)
     assert not here.binds(Ties(frozenset(), frozenset({("net:[2]", (b"B", b"A"))})))
     assert not Ties(frozenset(), frozenset()).binds(Ties(frozenset(), frozenset()))

@@ -263,7 +263,9 @@ def test_the_end_of_a_command_is_the_end(world: World) -> None:
 
 def test_a_child_makes_itself_known_before_its_parent(world: World) -> None:
     """What uses CUDA hands over; its parent, who does not, is found through it."""
-    text = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}]); print(p.pid, flush=True); input()"
+    text = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}]); print(p.pid, flush=True); input()"
+    )
     root = world.start("input()\n" + text.format(FORKS.format("input()")))
     assert root.stdin and root.stdout
     world.kin.adopt([root.pid])

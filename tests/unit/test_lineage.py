@@ -15,7 +15,12 @@ from stallscope.wire.environment import CUT
 from stallscope.wire.frames import Frame, Kind
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-SPAWN = ["python3", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(5, pipe_handle=7)", "--multiprocessing-fork"]
+SPAWN = [
+    "python3",
+    "-c",
+    "from multiprocessing.spawn import spawn_main; spawn_main(5, pipe_handle=7)",
+    "--multiprocessing-fork",
+]
 FORKSERVER = ["python3", "-c", "from multiprocessing.forkserver import main; main(3, 4, ['__main__'])"]
 TRACKER = ["python3", "-c", "from multiprocessing.resource_tracker import main;main(5)"]
 TRAIN = ["python3", "train.py"]
@@ -136,12 +141,23 @@ def test_a_worker_that_touches_the_gpu() -> None:
 def test_a_worker_with_a_title() -> None:
     """Its command line is gone; its rank is read from what libc has."""
     kit = Family()
-    kit.person(1, None, ["VLLM::Engine"], env={}, overwritten=True, own={"RANK": "2", "SLURM_PROCID": "x", "PMI_RANK": "9" * 20})
+    kit.person(
+        1,
+        None,
+        ["VLLM::Engine"],
+        env={},
+        overwritten=True,
+        own={"RANK": "2", "SLURM_PROCID": "x", "PMI_RANK": "9" * 20},
+    )
     kit.rank(1)
     kit.person(2, 1, ["reader 1"], env={}, overwritten=True)
     kit.person(3, 2, ["reader 1"], env={}, overwritten=True)
     report = kit.bye().report()
-    assert [(p["role"], p["global_rank"]) for p in report["processes"]] == [("trainer", 2), ("loader_worker", 2), ("helper", 2)]
+    assert [(p["role"], p["global_rank"]) for p in report["processes"]] == [
+        ("trainer", 2),
+        ("loader_worker", 2),
+        ("helper", 2),
+    ]
     assert report["communicators"][0]["members"][0]["global_rank"] == 2
 
 
@@ -297,7 +313,16 @@ def test_bad_frames_end_the_source(change: dict[str, Any]) -> None:
     kit = Family()
     kit.person(1, None, TRAIN)
     state = kit.state()
-    body = {"at_ns": START, "proc": 1, "env": {}, "like": None, "overwritten": False, "seen": True, "gone": [], "own": {}}
+    body = {
+        "at_ns": START,
+        "proc": 1,
+        "env": {},
+        "like": None,
+        "overwritten": False,
+        "seen": True,
+        "gone": [],
+        "own": {},
+    }
     state.apply(Frame(Kind.CONTEXT, body | change))
     assert state.dropped and state.dropped.startswith("a bad CONTEXT frame")
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from stallscope.aggregate.numbering import OPERATION
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.ring import Ring
+from stallscope.aggregate.tape import Tape
 from stallscope.aggregate.waits import WAIT
 
 __all__ = ["Issuer", "Place"]
@@ -58,7 +59,8 @@ class Issuer:
     """What one process issued.
 
     Attributes:
-        log: OPERATION rows; waits: WAIT rows; entries: NCCL entries that came as records, nested ones too.
+        log: OPERATION rows; waits: WAIT rows; tape: both in one order, for steps.
+        entries: NCCL entries that came as records, nested ones too.
         tids: threads that issued, the newest last.
         early: what was told of the GPU's side before the entries came: records, and their communicators.
         untold_ns: of operations issued until then, it may be lost that the GPU began them.
@@ -68,6 +70,7 @@ class Issuer:
         self.process = process
         self.log = Ring(OPERATION, WINDOW)
         self.waits = Ring(WAIT, WAITS)
+        self.tape = Tape()
         self.places: dict[int, Place] = {}
         self.old_places: list[Place] = []
         self.entries = 0

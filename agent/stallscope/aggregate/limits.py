@@ -33,6 +33,9 @@ LIMITS = {
     "gpus": 64,
     "witnesses": 64,
     "notes on GPUs": 16,
+    "step tokens": 1 << 16,
+    "processes with steps": 128,
+    "kinds of calls in steps": 2048,
 }
 
 

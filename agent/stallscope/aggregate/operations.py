@@ -32,7 +32,8 @@ from stallscope.aggregate.numbering import (
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.starts import Starts
 from stallscope.aggregate.table import TableRow
-from stallscope.aggregate.waits import WaitFacts
+from stallscope.aggregate.tape import Speller
+from stallscope.aggregate.waits import LONG_NS, WaitFacts
 from stallscope.wire.columns import REC
 
 __all__ = ["Operations", "signatures"]
@@ -65,12 +66,14 @@ class Operations:
         self._over: set[int] = set()  # indices of communicators that are gone in some process
         self.is_told = hooks.column(lambda h: h.library == "NCCL" and h.kind in TOLD)
         self.wait_facts = WaitFacts(hooks)
+        self._speller = Speller(hooks)
 
     def add(self, slots: list[Process | None], recs: Array) -> None:
         """Records of a frame, with who held which slot."""
         hook, kind = recs["hook"], recs["kind"]
         entries = self.is_told[hook] & ((kind == ENTER) | (kind == CALL))
         waits = self.wait_facts.chosen(recs)
+        self._copied(slots, recs)
         timed_out = self.is_told[hook] & (kind == DONE) & (recs["status"] == TIMEOUT)
         chosen = entries | waits | timed_out | (self.is_told[hook] & (kind >= STARTED))
         if not chosen.any():
@@ -79,6 +82,18 @@ class Operations:
         self._waiting += int(chosen.sum())
         if self._waiting > MAX_PENDING:
             self.flush()
+
+    def _copied(self, slots: list[Process | None], recs: Array) -> None:
+        """How many copies stay on the device: the counters don't tell, and of short ones the records are a sample."""
+        copies, inside = self.wait_facts.copies(recs)
+        is_long = recs["dur_ns"] >= LONG_NS
+        for slot in np.unique(recs["slot"][copies]).tolist():
+            process = slots[slot]
+            issuer = self.issuers.get(process.proc) if process else None
+            if issuer:
+                mine = recs["slot"] == slot
+                chosen = ((copies & is_long), (copies & is_long & ~inside), (copies & ~is_long), (inside & ~is_long))
+                issuer.tape.copied([int((mine & which).sum()) for which in chosen])
 
     def flush(self, until_ns: int | None = None) -> None:
         """Number what came since the last time, up to that instant."""
@@ -96,7 +111,10 @@ class Operations:
                     by_process[issuer.process.proc].append(recs[recs["slot"] == slot])
         for proc, parts in by_process.items():
             recs = np.concatenate(parts)
-            self._take(self.issuers[proc], recs[np.argsort(recs["ts_ns"], kind="stable")])
+            recs = recs[np.argsort(recs["ts_ns"], kind="stable")]
+            rows = self._take(self.issuers[proc], recs)
+            waits = recs[~self.is_told[recs["hook"]]]
+            self.issuers[proc].tape.add(self._speller, rows, waits, self._overflow)
         self._settle()
 
     def _issuer(self, process: Process) -> Issuer | None:
@@ -106,15 +124,17 @@ class Operations:
             self.issuers[process.proc] = Issuer(process)
         return self.issuers[process.proc]
 
-    def _take(self, issuer: Issuer, recs: Array) -> None:
+    def _take(self, issuer: Issuer, recs: Array) -> Array:
+        """The operations among them, as OPERATION rows."""
         is_device = recs["kind"] >= STARTED
-        self._take_calls(issuer, recs[~is_device])
+        rows = self._take_calls(issuer, recs[~is_device])
         if issuer.early is not None or is_device.any():
             told = recs[is_device]
             pointers = self.arguments.take("comm", told["hook"], told["a"])
             told_by_device(issuer, told, pointers, self.arrivals, self.starts)
+        return rows
 
-    def _take_calls(self, issuer: Issuer, recs: Array) -> None:
+    def _take_calls(self, issuer: Issuer, recs: Array) -> Array:
         is_entry = self.is_told[recs["hook"]]
         self._take_waits(issuer, recs[~is_entry])
         timed_out = is_entry & (recs["kind"] == DONE)
@@ -124,9 +144,9 @@ class Operations:
         recs = recs[is_entry]
         issuer.entries += len(recs)
         recs = recs[(recs["flags"] & NESTED) == 0]
-        if not len(recs):
-            return
         rows = rows_of(recs, self.arguments)
+        if not len(rows):
+            return rows
         rows["batch"] = issuer.log.total + np.arange(len(rows))
         self._group(issuer, rows)
         numbered = self._hooks.is_numbered[rows["hook"]] & ((rows["flags"] & NO_SEQ) == 0)
@@ -140,6 +160,7 @@ class Operations:
         while len(issuer.tids) > 64:
             issuer.tids.pop(next(iter(issuer.tids)))
         issuer.log.append(rows)
+        return rows
 
     def told(self, process: Process, row: TableRow, at_ns: int) -> None:
         """How far a rank is by the shim's own table, which knows also what was never recorded.

@@ -11,11 +11,11 @@ from stallscope.aggregate.events import DONE, NESTED
 from stallscope.aggregate.hooks import WIRE_HOOKS, Hooks
 from stallscope.wire.hook_table import BY_NAME
 
-__all__ = ["ALL_STREAMS", "WAIT", "WaitFacts"]
+__all__ = ["ALL_STREAMS", "LONG_NS", "WAIT", "WaitFacts"]
 
 Array = NDArray[Any]
 LONG_NS = 200_000
-DEVICE_TO_HOST = 2
+DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3
 ALL_STREAMS = (1 << 64) - 1
 WHOLE_DEVICE = ("cudaDeviceSynchronize", "cudaThreadSynchronize", "cuCtxSynchronize")
 WAIT = np.dtype([("ts_ns", "<i8"), ("end_ns", "<i8"), ("stream", "<u8"), ("hook", "<u2"), ("ends", "?")])
@@ -32,6 +32,7 @@ class WaitFacts:
     def __init__(self, hooks: Hooks) -> None:
         self._is_wait = hooks.column(lambda h: h.kind in ("wait", "copy") and h.timed)
         self._is_copy = hooks.column(lambda h: h.kind == "copy")
+        self._is_inside = hooks.column(lambda h: "DtoD" in h.name or "Peer" in h.name)
         self._whole = hooks.column(lambda h: h.name in WHOLE_DEVICE)
         self.stream = np.full(WIRE_HOOKS, -1, np.int8)
         self._direction = np.full(WIRE_HOOKS, -1, np.int8)
@@ -45,6 +46,14 @@ class WaitFacts:
         outermost = (recs["flags"] & NESTED) == 0
         found: Array = self._is_wait[recs["hook"]] & (recs["kind"] == DONE) & outermost & (recs["dur_ns"] >= LONG_NS)
         return found
+
+    def copies(self, recs: Array) -> tuple[Array, Array]:
+        """(which records are ends of copies, which of those are copies between places on devices)."""
+        found: Array = self._is_copy[recs["hook"]] & (recs["kind"] == DONE)
+        direction = self._direction[recs["hook"]]
+        way = recs["a"][np.arange(len(recs)), np.maximum(direction, 0)]
+        inside: Array = self._is_inside[recs["hook"]] | ((direction >= 0) & (way == DEVICE_TO_DEVICE))
+        return found, found & inside
 
     def rows(self, recs: Array) -> Array:
         """WAIT rows of such records, in the order of their ends."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stallscope.aggregate.state import State
 from stallscope.wire.columns import BUCKETS, percentile
 
-__all__ = ["CLEAR_NS", "FLOOR_NS", "TIMES_P99", "WARM_UP", "Completed", "Late", "Odd"]
+__all__ = ["CLEAR_NS", "FLOOR_NS", "TIMES_P99", "WARM_UP", "Completed", "Late", "Odd", "buckets"]
 
 Array = NDArray[Any]
 FLOOR_NS = 10_000_000
@@ -182,10 +182,10 @@ class Completed:
                 self._skipped += 1
                 return
             self._baselines[key] = np.zeros(BUCKETS, np.uint64)
-        self._baselines[key] += np.bincount(_buckets(waits_ns), minlength=BUCKETS).astype(np.uint64)
+        self._baselines[key] += np.bincount(buckets(waits_ns), minlength=BUCKETS).astype(np.uint64)
 
 
-def _buckets(waits_ns: Array) -> Array:
+def buckets(waits_ns: Array) -> Array:
     """Index in the histogram of native/wire.h: quarters of an octave from 2^7 ns on."""
     value = np.maximum(waits_ns.astype(np.float64), 1.0)
     exponent = np.floor(np.log2(value)).astype(np.int64)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from stallscope.diagnose.steps import StepsFound
 
 __all__ = ["Collective", "Culprit", "Episode", "Findings", "Found", "Incident", "Longest", "Place"]
 
@@ -122,6 +125,10 @@ class Findings(Protocol):
     def collectives(self) -> list[Collective]:
         """What the communicators executed."""
 
+    @property
+    def steps(self) -> StepsFound | None:
+        """What the trainers' steps were; None where nothing repeats."""
+
 
 @dataclass
 class Found:
@@ -130,3 +137,4 @@ class Found:
     incidents: list[Incident] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    steps: StepsFound | None = None

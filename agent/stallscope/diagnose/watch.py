@@ -13,6 +13,7 @@ from stallscope.diagnose.judge import judge
 from stallscope.diagnose.look import Looker
 from stallscope.diagnose.mismatches import Silent
 from stallscope.diagnose.pairs import settle_pairs
+from stallscope.diagnose.steps import Steps, StepsFound
 from stallscope.diagnose.stragglers import Straggler, colleagues, stragglers
 from stallscope.diagnose.summing import collectives
 from stallscope.diagnose.verdict import Verdict
@@ -65,6 +66,7 @@ class Watch:
         self._begun_on_gpus = Begun(self._state, self._completed)
         self._episodes = Episodes(self._state, self._completed)
         self._silent = Silent(self._state, self._completed)
+        self._steps = Steps(self._state)
         self._suspects: dict[Name, _Suspect] = {}
         self._next_look_ns = self._next_stragglers_ns = 0
         self._straggling: dict[int, int] = {}  # process -> when it was last seen to be one
@@ -81,6 +83,11 @@ class Watch:
         """What the communicators executed."""
         return collectives(self._state, self._completed) if self._begun else []
 
+    @property
+    def steps(self) -> StepsFound | None:
+        """What the trainers' steps were."""
+        return self._steps.found() if self._begun else None
+
     def step(self) -> list[Incident]:
         """Look at the state after a tick. Returns incidents that are new."""
         if self._state.capture is None or self._state.dropped is not None:
@@ -95,6 +102,7 @@ class Watch:
         self._begun_on_gpus.step()
         self._episodes.step(now)
         self._silent.step(now)
+        self._steps.step(now)
         if now >= self._next_look_ns and (self._suspects or self._stands_still(now)):
             self._next_look_ns = now + LOOK_EVERY_NS
             self._look(now)

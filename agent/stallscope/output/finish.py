@@ -10,7 +10,7 @@ from stallscope.diagnose.incident import Findings, Found
 from stallscope.errors import ExitCode
 from stallscope.output.announce import Announcer
 from stallscope.output.empty import why_empty
-from stallscope.output.rehearsal import rehearse, rehearsed_findings
+from stallscope.output.rehearsal import rehearse, rehearse_steps, rehearsed_findings
 from stallscope.output.report import build_report, report_json
 from stallscope.output.stdout import put
 
@@ -22,6 +22,7 @@ def warm_up(*, as_json: bool) -> None:
 
     numpy and rich import parts of themselves at the first call of a function, so importing ours is not enough.
     """
+    rehearse_steps()
     Announcer(io.StringIO()).look(rehearsed_findings())
     for state, findings in ((rehearse(), rehearsed_findings()), (State(), Found())):
         why_empty(state)

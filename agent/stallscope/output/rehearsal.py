@@ -9,14 +9,17 @@ import numpy as np
 
 from stallscope.aggregate.events import ABANDONED, CALL, DONE, ENTER
 from stallscope.aggregate.state import State
+from stallscope.aggregate.tape import NCCL, TOKEN, WAITED
 from stallscope.diagnose.follow import Follower
 from stallscope.diagnose.incident import Collective, Culprit, Episode, Found, Incident, Longest, Place
+from stallscope.diagnose.steps import Part, Range, SlowStep, StepsFound
+from stallscope.diagnose.steptrack import Track
 from stallscope.wire.columns import COUNT, REC, TIME, UID_REC
 from stallscope.wire.frames import Decoder, Kind, encode
 from stallscope.wire.hook_table import BY_NAME, HOOKS
 from stallscope.wire.recording import Ending
 
-__all__ = ["rehearse", "rehearsed_findings"]
+__all__ = ["rehearse", "rehearse_steps", "rehearsed_findings"]
 
 LAUNCH, WAIT, COLLECTIVE, CREATE = (
     BY_NAME[name] for name in ("cudaLaunchKernel", "cudaStreamSynchronize", "ncclAllReduce", "ncclCommInitRank")
@@ -52,7 +55,29 @@ def rehearsed_findings() -> Found:
     over = Incident(2, "STRAGGLER", None, culprits=[], end_ns=SECOND, outcome="died", numbers={"own_ns": 1}, **common)
     episode = Episode(NAME, full, 801, SECOND, SECOND, 1, [Longest(1, SECOND, "ncclAllReduce", 1, stack)], exact=False)
     done = [Collective(NAME, "ncclAllGather", "bfloat16", 64, 1 << 30, per, None, True) for per in (64.0, None)]
-    return Found([now, over], [episode], [done[0], done[1]._replace(wait_ns=SECOND)])
+    return Found([now, over], [episode], [done[0], done[1]._replace(wait_ns=SECOND)], _steps())
+
+
+def rehearse_steps() -> Track:
+    """Steps of a loop: some without its operations, one that is slow, and a second kind of loop behind them."""
+    track = Track()
+    for first, number in ((1, 9), (2, 40)):
+        rows = np.zeros(number * 3, TOKEN)
+        rows["key"] = rows["sort"] = np.tile((first, 4, 5), number)
+        rows["kind"], rows["n"] = np.tile((NCCL, NCCL, WAITED), number), np.arange(3 * number)
+        rows["at_ns"], rows["ns"] = np.arange(3 * number) * SECOND + first, np.where(rows["kind"] == WAITED, SECOND, 0)
+        rows["at_ns"][-30:] += SECOND * 9
+        track.add(rows[rows["n"] % 27 > 5])
+        track.fold(2 * number)
+    return track.closed(1000, is_end=True)
+
+
+def _steps() -> StepsFound:
+    full = Part(1, 9, "lower_bound", 1, 1, 1, SECOND, NAME, False, 1.5, False, 9, 1)
+    bare = Part(2, 9, None, None, None, 1, 1, NAME, True, None, True, 0, 0)
+    ranges = [Range(1, 1, 1, None, 1, 2, NAME, None, (1, 2)), Range(2, 4, 3, None, 1, 2, NAME, 1.5, (1,)),
+              Range(1, 9, 3, 2, 1, 2, NAME, None, (2,))] * 3  # fmt: skip
+    return StepsFound([full, bare], ranges, 1, [SlowStep(1, 1, 1, 1, 1, NAME)])
 
 
 def _frames() -> Iterator[tuple[Kind, dict[str, Any]]]:

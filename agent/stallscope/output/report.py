@@ -20,6 +20,7 @@ from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
 from stallscope.output.lineage import context_row, time_outs
 from stallscope.output.rows import Row, bound, since
+from stallscope.output.steps import steps_row
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
 
@@ -54,7 +55,7 @@ def build_report(state: State, findings: Findings) -> Row:
         "incidents": incident_rows(state, findings, names),
         "witnesses": witness_rows(state, findings),
         "startup": [],
-        "steps": None,
+        "steps": steps_row(state, findings.steps),
         "workers": [],
         "gpu": gpu_rows(state),
     }

@@ -14,6 +14,7 @@ from stallscope.output.header import counted, ends, subject, traced
 from stallscope.output.remarks import remarks
 from stallscope.output.rows import Row
 from stallscope.output.stdout import printable
+from stallscope.output.steps import steps_section
 from stallscope.output.tables import table
 from stallscope.output.terminal_incidents import blocks, episodes, executed, no_blocks
 from stallscope.output.terminal_tree import tree
@@ -43,8 +44,8 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
-    sections = (blocks, _header, no_blocks, episodes, _flight, _waits, _enqueues, _communicators, executed)
-    for section in (*sections, _others, _errors, tree, _remarks):
+    sections = (blocks, _header, no_blocks, episodes, steps_section, _flight, _waits, _enqueues, _communicators)
+    for section in (*sections, executed, _others, _errors, tree, _remarks):
         section(report, page)
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
     return text

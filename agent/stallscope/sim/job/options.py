@@ -19,7 +19,11 @@ PASSED_ON = (
     "loaders",
     "warm_up",
     "host_jitter",
+    "flat",
+    "eval_every",
 )
+NOT_NEGATIVE = ("ahead", "steps", "checkpoint_write", "load_time", "loaders", "warm_up", "host_jitter", "flat",
+                "eval_every")  # fmt: skip
 SWITCHES = ("uneven",)  # passed on, too
 
 
@@ -47,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="ms that a host is busy before each NCCL call (mean, exponential)",
     )
+    parser.add_argument("--flat", type=int, default=0, help="first steps that exchange no gradients and don't optimise")
+    parser.add_argument("--eval-every", type=int, default=0, help="steps after which a forward pass is made (0: never)")
     parser.add_argument("--uneven", action="store_true", help="the last batch of the last data parallel ranks is short")
     parser.add_argument(
         "--load-time", type=float, default=0.0, help="seconds a rank takes after it loaded the libraries"
@@ -79,17 +85,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--duration, --slowness and --checkpoint-every must be greater than 0")
     if min(1 if size is None else size for size in (args.ranks, args.tp, args.pp, args.dp)) < 1:
         parser.error("--ranks, --tp, --pp and --dp must be greater than 0")
-    counts = (
-        args.ahead,
-        args.steps,
-        args.checkpoint_write,
-        args.load_time,
-        args.loaders,
-        args.warm_up,
-        args.host_jitter,
-    )
-    if min(counts) < 0:
-        parser.error("a number of operations, steps, loaders, seconds or milliseconds must not be negative")
+    for name in NOT_NEGATIVE:
+        if getattr(args, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative")
     try:
         plan = parse_fault(args.fault) if args.fault else None
         args.layout = _layout(args, plan is not None and plan.kind == "send-send")

@@ -53,6 +53,7 @@ Item = Launch | Call | Transfer | Mark | Flag
 ALL_REDUCE = Call(TENSOR, "ncclAllReduce", 32768)
 GRADIENTS = (Call(DATA, "ncclReduceScatter", 16384), Call(DATA, "ncclAllReduce", 65536))
 NORM = Call(WORLD, "ncclAllReduce", 1)
+METRIC = Call(WORLD, "ncclAllReduce", 2)
 
 
 def _pass(kernel: str, times: int, start: int, end: int) -> list[Item]:
@@ -67,6 +68,19 @@ def schedule(layout: Layout, rank: int) -> list[Item]:
     items: list[Item] = _pass("forward_gemm", 8, stage - 1, stage + 1)
     items += _pass("backward_gemm", 12, stage + 1, stage - 1)
     items += [Flag(), *GRADIENTS, Launch("adam_step", 4), NORM]
+    return [item for item in items if _is_possible(item, layout)]
+
+
+def flat(items: list[Item]) -> list[Item]:
+    """A step without an exchange of gradients and without an optimizer, as in a warm-up that nobody asked for."""
+    left_out = (*GRADIENTS, NORM, Launch("adam_step", 4))
+    return [item for item in items if item not in left_out]
+
+
+def evaluation(layout: Layout, rank: int) -> list[Item]:
+    """A forward pass, and a sum of what it gave over all."""
+    stage = layout.place(rank)[2]
+    items = [*_pass("forward_gemm", 8, stage - 1, stage + 1), METRIC]
     return [item for item in items if _is_possible(item, layout)]
 
 

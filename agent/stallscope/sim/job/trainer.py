@@ -14,7 +14,19 @@ from stallscope.sim.job.cuda import Dim3, Runtime
 from stallscope.sim.job.inject import Injector
 from stallscope.sim.job.layout import DATA, Layout
 from stallscope.sim.job.loader import Loaders
-from stallscope.sim.job.schedule import ACTIVATIONS, FLOAT32, Call, Flag, Item, Launch, Mark, Transfer, schedule
+from stallscope.sim.job.schedule import (
+    ACTIVATIONS,
+    FLOAT32,
+    Call,
+    Flag,
+    Item,
+    Launch,
+    Mark,
+    Transfer,
+    evaluation,
+    flat,
+    schedule,
+)
 
 BATCH_BYTES = 256 * 1024
 WEIGHT_BYTES = 4 * 1024 * 1024
@@ -86,6 +98,7 @@ class Trainer:
         self.random = random.Random(args.seed * 1000 + self.rank)  # noqa: S311
         self.steps = self.checkpoints = 0
         self.schedule = schedule(self.layout, self.rank)
+        self.flat_steps, self.eval_every = int(args.flat), int(args.eval_every)
         self.lazy_ns = self._lazy_ns(args.warm_up)
         has_short_batch = args.uneven and self.layout.place(self.rank)[1] == self.layout.size(DATA) - 1
         self.last_share = SHORT_BATCH if has_short_batch else 1.0
@@ -204,7 +217,8 @@ class Trainer:
 
     def step(self) -> None:
         self.load_batch()
-        for item in self.injector.items(self.steps, self.schedule):
+        usual = flat(self.schedule) if self.steps < self.flat_steps else self.schedule
+        for item in self.injector.items(self.steps, usual):
             self.do(item)
         self.runtime.call("cudaEventRecord", self.device.event, self.device.stream)
         if self.in_step:
@@ -212,6 +226,16 @@ class Trainer:
         self.steps += 1
         self.runtime.slot.steps = self.steps
         self.runtime.slot.leave()
+        if self.eval_every and self.steps % self.eval_every == 0:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Looks at the model without changing it."""
+        self.load_batch()
+        for item in evaluation(self.layout, self.rank):
+            self.do(item)
+        if self.in_step:
+            self.loss_item()
 
     def train(self, steps: int, margin: int) -> None:
         """Rank 0 says which step is the last: `margin` steps on, which nobody can have begun."""
