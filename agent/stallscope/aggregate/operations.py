@@ -32,8 +32,8 @@ from stallscope.aggregate.numbering import (
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.starts import Starts
 from stallscope.aggregate.table import TableRow
-from stallscope.aggregate.tape import Speller
-from stallscope.aggregate.waits import LONG_NS, WaitFacts
+from stallscope.aggregate.tape import Speller, copies_of
+from stallscope.aggregate.waits import WaitFacts
 from stallscope.wire.columns import REC
 
 __all__ = ["Operations", "signatures"]
@@ -73,7 +73,9 @@ class Operations:
         hook, kind = recs["hook"], recs["kind"]
         entries = self.is_told[hook] & ((kind == ENTER) | (kind == CALL))
         waits = self.wait_facts.chosen(recs)
-        self._copied(slots, recs)
+        for proc, counts in copies_of(slots, recs, self.wait_facts):
+            if (issuer := self.issuers.get(proc)) is not None:
+                issuer.tape.copied(counts)
         timed_out = self.is_told[hook] & (kind == DONE) & (recs["status"] == TIMEOUT)
         chosen = entries | waits | timed_out | (self.is_told[hook] & (kind >= STARTED))
         if not chosen.any():
@@ -82,18 +84,6 @@ class Operations:
         self._waiting += int(chosen.sum())
         if self._waiting > MAX_PENDING:
             self.flush()
-
-    def _copied(self, slots: list[Process | None], recs: Array) -> None:
-        """How many copies stay on the device: the counters don't tell, and of short ones the records are a sample."""
-        copies, inside = self.wait_facts.copies(recs)
-        is_long = recs["dur_ns"] >= LONG_NS
-        for slot in np.unique(recs["slot"][copies]).tolist():
-            process = slots[slot]
-            issuer = self.issuers.get(process.proc) if process else None
-            if issuer:
-                mine = recs["slot"] == slot
-                chosen = ((copies & is_long), (copies & is_long & ~inside), (copies & ~is_long), (inside & ~is_long))
-                issuer.tape.copied([int((mine & which).sum()) for which in chosen])
 
     def flush(self, until_ns: int | None = None) -> None:
         """Number what came since the last time, up to that instant."""

@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 from stallscope.aggregate.hooks import WIRE_HOOKS, Hooks
 from stallscope.aggregate.limits import LIMITS, Overflow
 from stallscope.aggregate.numbering import COLLECTIVE, RECV, SEND
+from stallscope.aggregate.process import Process
+from stallscope.aggregate.waits import LONG_NS, WaitFacts
 from stallscope.wire.hook_table import BY_NAME
 
-__all__ = ["CHANGING", "NCCL", "THROTTLED", "TOKEN", "WAITED", "Meaning", "Speller", "Tape", "mixed"]
+__all__ = ["CHANGING", "NCCL", "THROTTLED", "TOKEN", "WAITED", "Meaning", "Speller", "Tape", "copies_of",
+           "mixed"]  # fmt: skip
 
 Array = NDArray[Any]
 NCCL, WAITED, THROTTLED = 0, 1, 2
@@ -48,6 +51,22 @@ def mixed(value: Array, column: Array) -> Array:
     """A number that depends on both, equal for equal ones."""
     value = (value ^ column.astype(np.int64).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     found: Array = value ^ (value >> np.uint64(29))
+    return found
+
+
+def copies_of(slots: list[Process | None], recs: Array, facts: WaitFacts) -> list[tuple[int, list[int]]]:
+    """By process: how many copies were long, of these not inside the device, short, and of these inside it.
+
+    The counters don't tell which copies stay on the device, and of short ones the records are a sample.
+    """
+    copies, inside = facts.copies(recs)
+    is_long, found = recs["dur_ns"] >= LONG_NS, []
+    chosen = ((copies & is_long), (copies & is_long & ~inside), (copies & ~is_long), (inside & ~is_long))
+    for slot in np.unique(recs["slot"][copies]).tolist():
+        process = slots[slot]
+        if process is not None:
+            mine = recs["slot"] == slot
+            found.append((process.proc, [int((mine & which).sum()) for which in chosen]))
     return found
 
 
