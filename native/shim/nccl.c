@@ -12,7 +12,7 @@
 #define UID_OF(k) ((uint32_t)((k) >> 52 & 15))
 #define FAMILY (1u << 8)
 #define IN_PROGRESS 7
-#define MOST_ASKED 64 /* operations of a communicator before its rank is given up */
+#define MOST_ASKED 64      /* operations of a communicator before its rank is given up */
 #define FIRST_CREATION 350 /* ncclGetUniqueId to ncclCommGrow */
 #define LAST_CREATION 357
 #define GROUP_END 341

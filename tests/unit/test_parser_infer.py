@@ -441,7 +441,7 @@ def test_a_call_ends_though_its_slot_keeps_its_word(build: Build, client: Parser
         inspector = Inspector(client, pid, "all")
         library = SimpleNamespace(places=set(inspector.hooks))
         inspector.close()
-        target: Any = SimpleNamespace(pid=pid, proc=1, linked={1: library}, inferred=[])
+        target: Any = SimpleNamespace(pid=pid, proc=1, linked={1: library}, inferred=[], preloaded=False)
         rows: Any = NoRows()
         inference = Inference(client, rows, lambda kind, body: told.append(body), time.monotonic_ns)
         inference.search(target)

@@ -139,11 +139,9 @@ class Operations:
             return rows
         rows["batch"] = issuer.log.total + np.arange(len(rows))
         self._group(issuer, rows)
-        numbered = self._hooks.is_numbered[rows["hook"]] & ((rows["flags"] & NO_SEQ) == 0)
-        for pointer in np.unique(rows["pointer"][numbered | (rows["kind"] == SPLIT)]).tolist():
-            self._number(
-                issuer, rows, np.flatnonzero((rows["pointer"] == pointer) & (numbered | (rows["kind"] == SPLIT)))
-            )
+        counted = self._hooks.is_numbered[rows["hook"]] & ((rows["flags"] & NO_SEQ) == 0) | (rows["kind"] == SPLIT)
+        for pointer in np.unique(rows["pointer"][counted]).tolist():
+            self._number(issuer, rows, np.flatnonzero((rows["pointer"] == pointer) & counted))
         for tid in dict.fromkeys(rows["tid"].tolist()):
             issuer.tids.pop(tid, None)
             issuer.tids[tid] = int(rows["ts_ns"][-1])
