@@ -251,7 +251,11 @@ def _by_clock(rows: Array, clock: Clock, stretch: _Stretch) -> tuple[Array, bool
     here = mine[(mine >= stretch.low) & (mine < stretch.high)]
     if not len(steady) or not len(here):
         return here[:0], True
-    n, first = rows["n"][here].astype(np.int64), int(rows["n"][steady[0]])
+    # The shim numbers some records by themselves: a number may come twice, or late.
+    n, places = np.unique(rows["n"][here].astype(np.int64), return_index=True)
+    here, first = here[places], int(rows["n"][steady[0]])
+    if (np.diff(here) <= 0).any():
+        return here[:0], False
     walk = _back if stretch.ends else _forth
     runs = [(walk(here, n, (first + offset) % clock.period, clock.period), offset) for offset in clock.offsets]
     (best, sure), offset = max(runs, key=lambda run: (_length(run[0]), run[1]), default=((here[:0], True), 0))
@@ -290,7 +294,7 @@ def _back(here: Array, n: Array, phase: int, period: int) -> tuple[Array, bool]:
     for number in where:
         length[number] = length.get(number - period, 0) + 1
     numbers = list(where)
-    at, index = numbers[int(chosen[-1])], int(chosen[-1])
+    at, index = int(n[int(chosen[-1])]), int(chosen[-1])
     found, sure = [where[at]], True
     while True:
         missing = next((many for many in range(MOST_MISSED + 1) if at - (many + 1) * period in where), -1)
