@@ -158,14 +158,14 @@ def test_ctrl_c_reaches_the_command_once(tmp_path: Path) -> None:
     if not pid:
         text = (
             "import signal, sys, time; from stallscope.cli.launch import Command;"
-            "c = Command(['sh', '-c', \"trap 'echo caught' INT; echo ready; sleep 1; sleep 1\"], {}); c.start();"
+            "c = Command(['sh', '-c', \"trap 'echo caught' INT; echo ready; sleep 4; sleep 1\"], {}); c.start();"
             "c.wait(); c.unblock(); sys.exit(c.exit_code())"
         )
         os.execv(sys.executable, [sys.executable, "-c", text])
     said = b""
     while b"ready" not in said:
         said += os.read(terminal, 1000)
-    time.sleep(0.2)
+    time.sleep(1)
     os.write(terminal, b"\x03")
     with pytest.raises(OSError):  # EIO: nobody has the other end any more
         while True:

@@ -79,24 +79,26 @@ static void read_all(struct segment *s) {
   static struct counters_delta delta;
   static struct wire_row rows[BLOCKS];
   static struct segment_comm comms[64];
-  struct seg_clock clock = {{5000, 1000005000}, {5000, 1000005000}};
+  struct seg_clock clock = {.count = 1, .line = {{5000, 1000005000, 1ull << 32}}};
   struct ring_batch batch = {.recs = recs, .uids = uids, .max_recs = MAX_RECS, .max_uids = MAX_UIDS};
   struct segment_thread threads[BLOCKS];
   struct segment_facts facts;
-  uint64_t losses[SEGMENT_LOSSES];
+  uint64_t losses[SEGMENT_LOSSES], figures[SEG_GPU_FIGURES];
   for (int i = 0; i < 4; i++) {
     if (segment__drain(s, &clock, 1, 2, &batch)) abort();
     taken += batch.n_recs + batch.n_uids;
     for (uint32_t j = 0; j < batch.n_recs; j++)
       if (((struct wire_rec *)(void *)recs)[j].hook >= WIRE_HOOKS) abort();
-    if (segment__counts(s, &delta) || delta.n_counts > WIRE_HOOKS || delta.n_times > WIRE_TIMES) abort();
-    int n = segment__inflight(s, &clock, 1, 2, rows, BLOCKS);
+    if (segment__counts(s, i == 3, &delta) || delta.n_counts > WIRE_HOOKS || delta.n_times > WIRE_TIMES) abort();
+    int n = segment__inflight(s, &clock, 1, 2, i % 2, rows, BLOCKS);
     for (int j = 0; j < n; j++)
       if (rows[j].depth > WIRE_DEPTH) abort();
     segment__threads(s, threads, BLOCKS);
     segment__comms(s, comms, 64);
     segment__losses(s, losses);
     segment__facts(s, &facts);
+    segment__gpu_untold(s, figures);
+    segment__gpu(s);
     segment__set(s, UINT64_MAX, 1);
     corrupt += losses[SEGMENT_CORRUPT];
   }
