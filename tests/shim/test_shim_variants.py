@@ -63,7 +63,8 @@ class FakeClock:
 
     def __init__(self, rate: float) -> None:
         self.c = ffi.new("struct seg_clock *")
-        self.c.counter[1], self.c.mono_ns[1] = int(rate), 1_000_000_000
+        self.c.count = 1
+        self.c.line[0].ns_per_tick = round(1e9 * 2**32 / rate)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3600.0, 86400.0, 864000.0])
