@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,19 @@ TOLD = {
 }  # fmt: skip
 
 
+_started: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_left() -> Iterator[None]:
+    """The family of a program that was killed goes on without it."""
+    yield
+    for pid in _started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _started.clear()
+
+
 class Ready:
     """What the target said of itself, and its rows of a report."""
 
@@ -36,6 +52,7 @@ class Ready:
         self.workers: list[int] = said["workers"]
         self.chain: list[int] = said["chain"]
         self.title: int = said["title"]
+        _started.extend([*self.workers, *self.chain, self.title])
 
     def check(self, report: dict[str, Any]) -> None:
         rows = {p["pid"]: p for p in report["processes"]}

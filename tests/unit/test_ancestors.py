@@ -75,7 +75,10 @@ def test_its_end_is_told(world: World) -> None:
     world.ancestors.find([world.child])
     world.ancestors.check()
     assert world.sent.of(Kind.EXIT) == []
-    world.parent.communicate("go\n")
+    assert world.parent.stdin is not None
+    world.parent.stdin.write("go\n")
+    world.parent.stdin.flush()
+    world.parent.wait(60)
     world.ancestors.check()
     (body,) = world.sent.of(Kind.EXIT)
     assert body["proc"] == 1 and body["signal"] is None and body["code"] in (3, None)
