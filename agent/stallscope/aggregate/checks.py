@@ -10,6 +10,7 @@ __all__ = ["BadField", "integer", "items", "mapping", "maybe_integer", "maybe_te
            "texts"]  # fmt: skip
 
 MAX_INT = 1 << 64
+MAX_NS = 1 << 62  # instants and durations stand in int64 columns, and are added there
 MAX_TEXT = 4096
 MAX_ITEMS = 1 << 16
 
@@ -19,8 +20,9 @@ class BadField(ValueError):
 
 
 def integer(body: Body, key: str, low: int = 0, high: int = MAX_INT) -> int:
-    """The integer `low <= body[key] < high`. Raises BadField."""
+    """The integer `low <= body[key] < high`; below MAX_NS where the key ends in `_ns`. Raises BadField."""
     value = body.get(key)
+    high = min(high, MAX_NS) if key.endswith("_ns") else high
     # bool is an int to Python, not to the format.
     if type(value) is not int or not low <= value < high:
         raise BadField(f"{key} is no integer in [{low}, {high})")
