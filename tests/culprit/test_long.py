@@ -24,7 +24,6 @@ LONG = pytest.mark.skipif(
 LABELS = {"checkpoint", "warm_up", "eval"}
 
 
-@LONG
 def test_a_healthy_job_is_not_accused(needs_bpf: None) -> None:
     options = [
         "--checkpoint-every=30",

@@ -74,7 +74,8 @@ def test_more_threads_than_rings(agent: Agent, stubs: Path) -> None:
     (read,) = agent.wait_for(1)
     assert read.conserved() == truth == {"cudaLaunchKernel": 10_000}
     lost = read.segment.losses()["no_ring"]
-    assert 0 < lost <= 144 * 25
+    # 144 threads without a ring, and first calls of the others while one of them makes the segment.
+    assert 0 < lost <= 144 * 25 + 256
     assert sum(read.events.values()) == 10_000 - lost
 
 
