@@ -149,3 +149,11 @@ def agent(tmp_path: Path) -> Iterator[Any]:
 
     with Agent(tmp_path) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def _faults_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a user's hands a fault of our own costs a section; here it fails the test."""
+    from stallscope.aggregate.faults import Faults
+
+    monkeypatch.setattr(Faults, "strict", True)

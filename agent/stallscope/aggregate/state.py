@@ -23,6 +23,7 @@ from stallscope.aggregate.commdata import comm_data
 from stallscope.aggregate.communicators import Communicators
 from stallscope.aggregate.contexts import Contexts
 from stallscope.aggregate.events import NESTED, NO_OUT, WIRE_PROCS, Events
+from stallscope.aggregate.faults import Faults
 from stallscope.aggregate.flight import Flight
 from stallscope.aggregate.hooks import WIRE_HOOKS, Hooks
 from stallscope.aggregate.hosts import Hosts
@@ -82,11 +83,13 @@ class State:
         now_ns: the newest instant that a frame told; the only clock here.
         dropped: why the source was dropped, None while it is good.
         complete: whether the capture said goodbye.
+        faults: what of stallscope itself failed.
         holes: by process, None for any of them: until when records may be missing.
     """
 
     def __init__(self) -> None:
         self.overflow = Overflow()
+        self.faults = Faults()
         self.capture: Capture | None = None
         self.now_ns = 0
         self.complete = False
@@ -153,6 +156,10 @@ class State:
         except BadField as error:
             name = Kind(frame.kind).name
             self.drop(f"a bad {name} frame: {error}")
+        except Exception as error:  # a half-applied frame: what comes after it can't be trusted
+            if self.faults.strict:
+                raise
+            self.drop(self.faults.add(f"reading a frame of kind {frame.kind}", error))
 
     def drop(self, why: str) -> None:
         """The source sent something that is no frame; it is not listened to any more."""

@@ -43,6 +43,10 @@ def finish(state: State, findings: Findings, *, as_json: bool, out: TextIO | Non
         BrokenPipeError: nobody reads `out` any more.
     """
     put(_text(state, findings, as_json, out), out, "cannot print the report", _HINT)
+    if state.faults:
+        err.write(f"stallscope: {state.faults.notes()[0]}\n{state.faults.first}")
+        err.write("  next: send this with the recording (attach -o FILE); the other parts of the report stand\n")
+        return ExitCode.FAILED
     empty = None if findings.incidents else why_empty(state)  # attached into a block, no call is made any more
     if empty is None:
         return ExitCode.OK

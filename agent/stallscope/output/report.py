@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from stallscope.aggregate.communicators import Communicator, root_address
@@ -39,26 +40,35 @@ def build_report(state: State, findings: Findings) -> Row:
     lineage = Lineage(state)
     # Who is traced comes first: ancestors were told before them.
     table = sorted(state.processes.table.values(), key=lambda p: (not p.traced, p.order))
-    processes = [_process(state, lineage, p) for p in table]
-    communicators = [_communicator(state, c) for c in state.communicators.table.values()]
+    processes = _section(state, "processes", lambda: [_process(state, lineage, p) for p in table])
+    known = state.communicators.table.values()
+    communicators = _section(state, "communicators", lambda: [_communicator(state, c) for c in known])
     names = Names(processes, communicators)
-    return {
-        "schema": SCHEMA,
-        "capture": _capture(state, lineage, accounting),
-        "processes": processes,
-        "calls": call_rows(state, accounting),
-        "communicators": communicators,
-        "collectives": collective_rows(findings),
-        "in_flight": flight_rows(state),
-        "stalls": [_stall(state, accounting, s) for s in stalls(state)],
-        "episodes": episode_rows(state, findings, names),
-        "incidents": incident_rows(state, findings, names),
-        "witnesses": witness_rows(state, findings),
-        "startup": [],
-        "steps": steps_row(state, findings.steps),
-        "workers": [],
-        "gpu": gpu_rows(state),
+    sections: dict[str, Callable[[], Any]] = {
+        "processes": lambda: processes,
+        "calls": lambda: call_rows(state, accounting),
+        "communicators": lambda: communicators,
+        "collectives": lambda: collective_rows(findings),
+        "in_flight": lambda: flight_rows(state),
+        "stalls": lambda: [_stall(state, accounting, s) for s in stalls(state)],
+        "episodes": lambda: episode_rows(state, findings, names),
+        "incidents": lambda: incident_rows(state, findings, names),
+        "witnesses": lambda: witness_rows(state, findings),
+        "startup": list,
+        "steps": lambda: steps_row(state, findings.steps),
+        "workers": list,
+        "gpu": lambda: gpu_rows(state),
     }
+    made = {name: _section(state, name, make) for name, make in sections.items()}
+    # Its notes tell which of the others failed.
+    return {"schema": SCHEMA, "capture": _capture(state, lineage, accounting), **made}
+
+
+def _section(state: State, name: str, make: Callable[[], Any]) -> Any:
+    """A section; an empty one, and a note, where making it fails."""
+    with state.faults.held(f"the section {name}, empty for that reason,"):
+        return make()
+    return None if name == "steps" else []
 
 
 def _capture(state: State, lineage: Lineage, accounting: Accounting) -> Row:
@@ -107,7 +117,14 @@ def _gap(state: State, gap: Any) -> Row:
 
 def _notes(state: State, accounting: Accounting) -> list[str]:
     told = [f"{_named(state, proc)}{text}" for proc, text in state.notes]
-    notes = [*told, *hidden(state), *accounting.notes, *state.communicators.notes, *state.overflow.notes()]
+    notes = [
+        *state.faults.notes(),
+        *told,
+        *hidden(state),
+        *accounting.notes,
+        *state.communicators.notes,
+        *state.overflow.notes(),
+    ]
     notes += state.witnesses.notes
     for why, many in sorted(Counter(state.hosts.stackless.values()).items()):
         notes.append(f"no stack of {many} blocked process{'es' * (many > 1)}: {why}")

@@ -9,6 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from stallscope.aggregate.faults import Faults
 from stallscope.output.gpu import gpu_lines
 from stallscope.output.header import counted, ends, subject, traced
 from stallscope.output.remarks import remarks
@@ -45,8 +46,12 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         markup=False, emoji=False,
     )  # fmt: skip
     sections = (blocks, _header, no_blocks, episodes, steps_section, _flight, _waits, _enqueues, _communicators)
+    faults = Faults()
     for section in (*sections, executed, _others, _errors, tree, _remarks):
-        section(report, page)
+        with faults.held(f"showing {section.__name__.strip('_')}"):
+            section(report, page)
+    for note in faults.notes():
+        page.print(Text(note, style="bold red"))
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
     return text
 
