@@ -79,8 +79,9 @@ class Lines:
 class Job:
     """The simulated job; its folder tells how far it is."""
 
-    def __init__(self, folder: Path, *options: str, has_shim: bool = False) -> None:
+    def __init__(self, folder: Path, *options: str, has_shim: bool = False, recording: Path | None = None) -> None:
         self.folder, self.truth_file, self.ranks = folder, folder / "truth.json", RANKS
+        self.recording = recording
         command = [sys.executable, "-m", "stallscope.sim.job", f"--truth={self.truth_file}", "--hold", *options]
         self.figures = tempfile.mkdtemp(prefix="stallscope-figures-")
         os.chmod(self.figures, 0o755)
@@ -151,7 +152,7 @@ class RunJob(Job):
             str(Path(__file__).parent / "culprit_shim.py"),
             self.figures,
             "--json",
-            *(["-o", f"/tmp/h-gpu-t/c-{time.time_ns()}.rec"]),
+            *_recorded(self.recording),
             "--",
         ]
         self.attached_ns = time.monotonic_ns()
@@ -222,6 +223,10 @@ class Tracer:
         self._out.close()
 
 
+def _recorded(path: Path | None) -> list[str]:
+    return ["-o", str(path), "--force"] if path else []
+
+
 def until(
     what: Callable[[], Any], seconds: float, complaint: str, problem: Callable[[], str | None] = lambda: None
 ) -> Any:
@@ -271,13 +276,13 @@ def a_tracer(job: Job, *options: str) -> Iterator[Tracer]:
         tracer.kill()
 
 
-def play(case: Case, step: int | None = None) -> Run:
-    """Run a case. Raises RunFailed."""
+def play(case: Case, step: int | None = None, recording: Path | None = None) -> Run:
+    """Run a case, recorded if there is a place for it. Raises RunFailed."""
     at_step = STEP[case.mode] if step is None else step
     options = [f"--fault={case.fault(at_step)}", f"--ahead={case.ahead}", f"--seed={case.seed}"]
     options = ["--duration=600", "--load-time=0.5", *options]
     if case.via == SHIM and case.mode == LIVE:
-        with a_job(*options, make=RunJob) as running:
+        with a_job(*options, make=RunJob, recording=recording) as running:
             running.go()
             return _watched(case, running, running)
     with a_job(*options, has_shim=case.via == SHIM) as job:
@@ -288,13 +293,13 @@ def play(case: Case, step: int | None = None) -> Run:
         if case.mode == MID:
             until(job.fault, START_S, "no fault")
             time.sleep(IN_BLOCK_S)
-        with a_tracer(job) as tracer:
+        with a_tracer(job, *_recorded(recording)) as tracer:
             if case.mode == LIVE:
                 job.go()
             run = _watched(case, job, tracer)
     too_early = case.mode == LATE and run.truth["fault"]["start_ns"] < run.attached_ns
     if too_early and step is None:
-        return play(case, 2 * at_step)
+        return play(case, 2 * at_step, recording)
     return run
 
 

@@ -7,8 +7,8 @@ from aggregate_kit import ABANDONED, DONE, ENTER, ENTERED, NO_OUT, START, UID, K
 from stallscope.aggregate.communicators import root_address
 
 
-def split(kit: Kit, parent: int, color: int, pointer: int, proc: int = 1) -> None:
-    a = (parent, color & 0xFFFFFFFF, 0, 0x7100, 0, 0, 0, 0)
+def split(kit: Kit, parent: int, color: int, pointer: int, proc: int = 1, key: int = 0) -> None:
+    a = (parent, color & 0xFFFFFFFF, key & 0xFFFFFFFF, 0x7100, 0, 0, 0, 0)
     begin = kit.record("ncclCommSplit", ENTER, slot=proc, a=a)
     kit.recs.append(begin)
     kit.recs.append(kit.record("ncclCommSplit", DONE, slot=proc, at=int(begin["ts_ns"][0]), flags=ENTERED,
@@ -150,3 +150,28 @@ def test_thread_ended_inside_the_creation() -> None:
     comm = one(report["communicators"])
     assert report["capture"]["events"] == 1
     assert comm["status"] is None and [m["abandoned"] for m in comm["members"]] == [True]
+
+
+def ranked(kit: Kit, color: int = 0) -> dict[int, int | None]:
+    """The child's ranks by process."""
+    children = [c for c in kit.bye().report()["communicators"] if c["parent"]]
+    return {m["proc"]: m["rank"] for child in children for m in child["members"]}
+
+
+def four_splits(came: int) -> Kit:
+    kit = Kit()
+    for rank in range(4):
+        kit.process(rank + 1, pid=5000 + rank)
+        kit.init_rank(rank, proc=rank + 1, pointer=0xA000 + rank * 0x1000, nranks=4)
+    for rank, (color, key) in list(enumerate(((0, 5), (0, -1), (-1, 0), (0, 5))))[:came]:
+        split(kit, 0xA000 + rank * 0x1000, color, 0 if color < 0 else 0xC000, rank + 1, key)
+    return kit
+
+
+def test_ranks_of_a_split_by_key_and_parent_rank() -> None:
+    """Nobody's memory was read: a rank may have died before."""
+    assert ranked(four_splits(4)) == {1: 1, 2: 0, 4: 2}
+
+
+def test_ranks_of_a_split_while_one_is_missing() -> None:
+    assert ranked(four_splits(3)) == {1: None, 2: None}

@@ -195,8 +195,8 @@ def test_a_new_one_under_way_is_no_contradiction() -> None:
     )
 
 
-def split(kit: Kit, proc: int, parent: int, pointer: int, color: int = 3) -> None:
-    a = (parent, color, 0, 0x7100, 0, 0, 0, 0)
+def split(kit: Kit, proc: int, parent: int, pointer: int, color: int = 3, key: int = 0) -> None:
+    a = (parent, color, key, 0x7100, 0, 0, 0, 0)
     begin = kit.record("ncclCommSplit", ENTER, slot=proc, a=a)
     kit.recs += [begin, kit.record("ncclCommSplit", DONE, slot=proc, at=int(begin["ts_ns"][0]), flags=ENTERED,
                                    a=(*a[:7], pointer))]  # fmt: skip
@@ -211,7 +211,7 @@ def test_children_of_seen_parents() -> None:
         linked(kit, proc, NEW)
         kit.init_rank(proc - 1, proc=proc, pointer=0xA000)
     for proc in (1, 2):
-        split(kit, proc, 0xA000, 0xC000)
+        split(kit, proc, 0xA000, 0xC000, key=2 - proc)
         kit.flush()
     assert [r["comm_hash"] for r in kit.report()["communicators"]] == [f"{root or 0:016x}", f"{child:016x}"]
     for proc in (1, 2):

@@ -14,6 +14,7 @@ from stallscope.aggregate.hooks import Hooks
 from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.matching import Matching, key_of
 from stallscope.aggregate.process import Process
+from stallscope.aggregate.splits import Entry, Splits
 from stallscope.aggregate.table import TableRow
 
 __all__ = ["Communicator", "Communicators", "Member", "root_address"]
@@ -54,6 +55,7 @@ class Communicators:
         self._attempts: dict[tuple[bytes, int, int, int | None], int] = {}
         self._members = 0
         self._matching = Matching(self)
+        self._splits = Splits(overflow)
         self.restart: Callable[[int, int, int], int] = lambda proc, pointer, at_ns: 0
         self.moved: Callable[[int, int], None] = lambda proc, pointer: None
         self.notes: dict[str, None] = {}
@@ -169,19 +171,23 @@ class Communicators:
             child = Communicator(number, None, nranks, None, False, ts, matched=False)
             return self.joined(self.make(number, child), member)
         # All ranks of a communicator split it in the same order: the ordinal is the same everywhere.
-        place = (process.proc, f"{parent[0].id}/{parent[1].rank}")
+        place = (process.proc, f"{parent[0].id}/{a[0]}")
         ordinal = self._children.get(place, 0)
         if place in self._children or not self._overflow.full("communicator splits", len(self._children)):
             self._children[place] = ordinal + 1
         color = _signed(a[1]) if name == "ncclCommSplit" else 0
         if name == "ncclCommSplit" and color == NO_COLOR:
+            self._splits.enter(parent[0], ordinal, Entry(0, parent[1], None, None))
             return _Creation([])
         number = key_of(name, parent[0].id, ordinal, color)
         child = Communicator(number, None, nranks, parent[0].id, False, ts, exact=parent[0].exact)
         child.learn_version(parent[0].version)
         # Grown ones have a hash of their own kind.
         child.hash = parent[0].hash_of_child(ordinal + 1, color) if name != "ncclCommGrow" else None
-        return self.joined(self.make(number, child), member)
+        made = self.joined(self.make(number, child), member)
+        if name == "ncclCommSplit" and made.communicators:
+            self._splits.enter(parent[0], ordinal, Entry(_signed(a[2]), parent[1], made.communicators[0][0], member))
+        return made
 
     def _begin_all(self, process: Process, rec: Any, a: list[int]) -> _Creation:
         tid, ts, ranks = int(rec["tid"]), int(rec["ts_ns"]), max(0, _signed(a[1]))
