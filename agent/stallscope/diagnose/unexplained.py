@@ -136,14 +136,18 @@ def _in_call(replay: Replay, rank: int) -> int | None:
 
 
 def _first_open(replay: Replay, ranks: list[int], comms: list[int]) -> Key | None:
-    """The first operation on some communicators that is not known to be complete."""
+    """The first operation that is not known to be complete, on the smallest of some communicators.
+
+    Hosts that are far ahead have proved little: the first one of all is often long done, and on a large communicator,
+    which others come to only after their smaller ones.
+    """
     found = [
-        (replay.op(rank, i).enter_ns, rank, i)
+        (len(replay.sure[int(replay.op(rank, i).key[0])]), replay.op(rank, i).enter_ns, rank, i)
         for rank in ranks
         for i in _open(replay, rank)
         if replay.op(rank, i).key[0] in comms
     ]
-    return replay.op(*min(found)[1:]).key if found else None
+    return replay.op(*min(found)[2:]).key if found else None
 
 
 def _since_ns(replay: Replay, ranks: list[int]) -> int:
