@@ -52,14 +52,16 @@ static uint64_t under_way(const struct shot *x, uint32_t hook) {
 
 /* Calls without an account: their records wait in the rings, or are gone. The first are held back, as if they had not
  * been made yet: a reader who takes no more records would not find them again. So is one that the thread is about to show
- * or to record: whoever reads may have taken the processor from it there. The others are lost; which hooks' they were is
- * certain when nothing waits. is_over: the process has ended, and nothing comes any more. */
+ * or to record: whoever reads may have taken the processor from it there. The others are lost, or, when they were
+ * overwritten before anybody looked, history; which hooks' they were is certain when nothing waits. is_over: the process
+ * has ended, and nothing comes any more. */
 static void settle(struct seg_reader *r, struct shot *x, bool whole, bool is_over) {
   uint64_t waiting = x->head - r->tail + (x->vital_head - r->vital_tail), gone_now = 0;
   uint64_t between = !is_over && !r->behind;
   for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
     struct wire_count *row = &x->rows[i];
     uint64_t told = row->lost + row->sampled_out + row->filtered + r->events[i] + r->missed[i] + under_way(x, i);
+    if (!r->dates) told += r->history[i];
     uint64_t open = row->calls > told ? row->calls - told : 0, held = open < waiting ? open : waiting;
     if (open > held && between) {
       between = 0;
@@ -68,14 +70,16 @@ static void settle(struct seg_reader *r, struct shot *x, bool whole, bool is_ove
     uint64_t gone = r->behind || is_over ? open - held : 0;
     row->calls -= held;
     if (row->nested > row->calls) row->nested = row->calls;
+    row->filtered += r->dates ? r->history[i] = gone : r->history[i];
+    if (r->dates) continue;
     if (whole && !waiting) r->missed[i] += gone;
     else row->lost += gone;
     gone_now += r->missed[i];
     row->lost += r->missed[i];
   }
   if (!whole || waiting || !(r->behind || is_over)) return;
-  r->behind = false;
-  r->overwritten = gone_now;
+  if (!r->dates) r->overwritten = gone_now;
+  r->behind = r->dates = false;
 }
 
 static int sum_counts(struct segment *s, bool is_over, struct wire_count *sums) {
@@ -226,6 +230,7 @@ void segment__losses(struct segment *s, uint64_t *out) {
   for (uint32_t block = 0; block < seg_used(s); block++) {
     const struct seg_reader *r = seg_reader_of(s, block);
     out[SEGMENT_OVERWRITTEN] += r ? r->overwritten : 0;
+    for (int i = 0; r && i < WIRE_HOOKS; i++) out[SEGMENT_HISTORY] += r->history[i];
     out[SEGMENT_VITAL_FULL] += seg_word(s, SEG_FIELD(s, block, vital_lost));
     out[SEGMENT_BUSY] += seg_word(s, SEG_FIELD(s, block, busy));
     out[SEGMENT_STALE] += seg_word(s, SEG_FIELD(s, block, stale));
