@@ -252,7 +252,7 @@ static void skip_vital(const struct segment *s, uint32_t block, struct seg_reade
   r->vital_tail = oldest;
   if (!r->is_old) return;
   seg_copy(s, vital_at(s, block, oldest), &v, sizeof(v));
-  r->since = v.ts + v.dur; /* its writing: what was written later is there */
+  if (v.ts + v.dur > r->since) r->since = v.ts + v.dur; /* its writing: what was written later is there */
 }
 
 /* One record of a vital ring, or, where it was overwritten, none; false: no room in the batch. */
@@ -357,6 +357,9 @@ static uint64_t copy_chunk(struct segment *s, uint32_t block, struct seg_reader 
 static void skip_to(struct segment *s, uint32_t block, struct seg_reader *r, uint64_t oldest) {
   seg_gone(r, oldest - r->tail);
   r->tail = oldest;
+  uint64_t written = seg_word(s, seg_block_at(s, block) + SEG_BULK_AT(s->header.vital_bits) +
+                                     (oldest & ((1ull << s->header.bulk_bits) - 1)) * 32);
+  if (r->is_old && written > r->since) r->since = written;
   if (oldest < seg_word(s, SEG_FIELD(s, block, since))) return;
   r->tid = (uint32_t)seg_word(s, SEG_FIELD(s, block, tid)); /* the mark of this thread may be among them */
 }

@@ -29,7 +29,7 @@ from stallscope.aggregate.numbering import (
     Arguments,
     rows_of,
 )
-from stallscope.aggregate.process import Process
+from stallscope.aggregate.process import SHIM, Process
 from stallscope.aggregate.starts import Starts
 from stallscope.aggregate.table import TableRow
 from stallscope.aggregate.tape import Speller, copies_of
@@ -229,7 +229,7 @@ class Operations:
         at = self._late(issuer, place, rows, at, mixed)
         if not len(at):
             return
-        lost = self._miss(place, rows["n"][at], mixed)
+        lost = place.miss(rows[at], mixed)
         empty = (rows["kind"][at] == COLLECTIVE) & (rows["elements"][at] == 0)
         rows["kind"][at[empty]] = OTHER
         is_chosen = rows["kind"][at] == COLLECTIVE
@@ -261,23 +261,13 @@ class Operations:
         place.untold += 0 if mixed else found
         return at[~late]
 
-    def _miss(self, place: Place, n: Array, mixed: bool) -> Array:
-        """Numbers have no holes: one in them is a record that was lost. How many collectives were lost before each."""
-        first = int(n[0]) if place.next_n is None else place.next_n
-        lost = np.maximum(0, n.astype(np.int64) - first - np.arange(len(n)))
-        place.next_n = int(n[-1]) + 1
-        place.missed += int(lost[-1])
-        if mixed and lost[-1]:
-            place.spoiled = True
-        # All of them are collectives, as far as anybody saw.
-        return np.zeros_like(lost) if mixed else lost
-
     def _place(self, issuer: Issuer, pointer: int) -> Place | None:
         if pointer not in issuer.places:
             if len(issuer.places) >= LIMITS["communicators of a process"]:
                 self._overflow.turned_away["communicators of a process"] += 1
                 return None
-            issuer.places[pointer] = Place(pointer)
+            is_whole = issuer.process.source == SHIM  # it numbers from the creation on, BPF from the attach on
+            issuer.places[pointer] = Place(pointer, next_n=0 if is_whole else None)
         return issuer.places[pointer]
 
     def restart(self, proc: int, pointer: int, at_ns: int) -> None:

@@ -289,7 +289,7 @@ class Segment:
         lib.segment__hold(self._c)
 
     def whole_since_ns(self, clock: Clock) -> int:
-        """From when on no vital record had been overwritten at the first look; 0: from the beginning."""
+        """From when on no record had been overwritten at the first look; 0: from the beginning."""
         return int(lib.segment__whole_since(self._c, clock.c))
 
     @property
