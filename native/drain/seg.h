@@ -55,6 +55,9 @@ uint64_t seg_ticks_now(void);
 void seg_add(struct wire_count *sum, const struct wire_count *row);
 void seg_sum_time(const struct segment *s, uint32_t time_id, struct wire_time *sum);
 /* segbase.c */
+/* Adds, by hook, the calls whose records wait in the rings, up to these heads. */
+void seg_count_waiting(const struct segment *s, uint32_t block, struct seg_reader *r, uint64_t head,
+                       uint64_t vital_head, uint64_t *waiting);
 int seg_start_from_here(struct segment *s);
 void seg_let_go(struct segment *s);
 void seg_subtract(struct wire_count *sum, const struct wire_count *base);

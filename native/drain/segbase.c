@@ -8,7 +8,9 @@
 #include <string.h>
 
 #define TRIES 200
+#ifndef LEASE_S
 #define LEASE_S 5
+#endif
 
 /* What of a thread changes with each call. */
 struct moment {
@@ -46,6 +48,12 @@ static void count_vital(const struct segment *s, uint32_t block, struct seg_read
     bool second = (v.kind == WIRE_DONE || v.kind == WIRE_ABANDONED) && v.flags & WIRE_ENTERED;
     if (v.hook < WIRE_HOOKS && v.kind <= WIRE_ABANDONED && !second) waiting[v.hook]++;
   }
+}
+
+void seg_count_waiting(const struct segment *s, uint32_t block, struct seg_reader *r, uint64_t head,
+                       uint64_t vital_head, uint64_t *waiting) {
+  count_bulk(s, block, r, head, waiting);
+  count_vital(s, block, r, vital_head, waiting);
 }
 
 static void count_under_way(const struct segment *s, uint32_t block, uint64_t depth, uint64_t *waiting) {
