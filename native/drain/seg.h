@@ -12,11 +12,11 @@ struct seg_reader { /* of one block */
   uint64_t tail, vital_tail;
   uint32_t tid;
   bool behind; /* records were overwritten that are not told apart by hook yet */
-  bool is_old; /* the first look: what was overwritten before it is history, and no loss */
-  bool dates;  /* all that is behind was overwritten before that look */
+  bool is_old; /* the reader is just coming: what was overwritten before is history, and no loss */
+  bool dates;  /* all that is behind was overwritten before that */
   uint64_t overwritten;
   uint64_t since;                                  /* counter: from then on all records are there; 0 = always */
-  uint64_t history[WIRE_HOOKS];                    /* calls whose record was overwritten before that look */
+  uint64_t history[WIRE_HOOKS];                    /* calls whose record was */
   uint64_t events[WIRE_HOOKS], missed[WIRE_HOOKS]; /* calls whose record was given out; that will never be */
   struct seg_frame frames[WIRE_DEPTH];             /* calls under way when the counters were read last */
   uint32_t n_frames;
@@ -30,7 +30,8 @@ struct segment {
   uint32_t next;  /* the block to begin with */
   uint64_t lease; /* as it was written last; 0 = never */
   uint64_t corrupt;
-  bool reads;                /* it has taken records */
+  bool has_arrived; /* it has taken all that was there when it came */
+  uint64_t drains;
   uint64_t told[WIRE_HOOKS]; /* bulk records given out */
   struct wire_count last[WIRE_HOOKS];
   struct wire_count base[WIRE_HOOKS]; /* what readers before this one were told; lost: what the program counted */

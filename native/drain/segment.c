@@ -18,6 +18,7 @@
 #define CHUNK 1024 /* bulk records at a time */
 #define LOOKS 256  /* at one ring in one drain: a writer that is faster than we are must not hold us */
 #define TRIES 8
+#define ARRIVAL 32 /* drains that find more than they may take, until a reader has come all the same */
 
 bool seg_copy(const struct segment *s, uint64_t at, void *out, size_t bytes) {
   if (s->map) {
@@ -387,16 +388,14 @@ static void drain_bulk(const struct sink *k, uint32_t block, struct seg_reader *
 int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b) {
   struct sink k = {s, c, slot, tgid, b};
   /* Who only looks (doctor, or at whose segment it is) is no reader: it leaves all to the next one. */
-  bool is_first = !s->reads;
-  if (is_first) seg_store(s, offsetof(struct seg_header, reader), s->header.reader + 1);
-  s->reads = true;
-  segment__hold(s);
+  bool is_old = !s->has_arrived;
+  if (!s->drains++) seg_store(s, offsetof(struct seg_header, reader), s->header.reader + 1);
   uint32_t used = seg_used(s), first = used ? s->next++ % used : 0;
   b->n_recs = b->n_uids = 0;
   for (uint32_t i = 0; i < used; i++) {
     struct seg_reader *r = seg_reader_of(s, i);
     if (!r) return -ENOMEM;
-    r->is_old = is_first;
+    r->is_old = is_old;
     drain_vital(&k, i, r);
   }
   for (uint32_t i = 0; i < used; i++) {
@@ -404,6 +403,9 @@ int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, 
     drain_bulk(&k, (first + i) % used, r);
     r->is_old = false;
   }
+  /* Not before: the rings of a program that nobody read are full, and what it writes now would have no place. */
+  s->has_arrived |= (b->n_recs < b->max_recs && b->n_uids < b->max_uids) || s->drains >= ARRIVAL;
+  segment__hold(s);
   return 0;
 }
 
