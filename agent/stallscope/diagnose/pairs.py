@@ -24,7 +24,7 @@ def pair_base(state: State, issuer: Issuer, place: Place, kind: int, peer: int) 
     if other is None:
         return None
     theirs, their_place = other
-    anchor = _anchor(issuer, theirs, max(place.late_ns or 0, their_place.late_ns or 0))
+    anchor = _anchor((issuer, place), (theirs, their_place))
     if anchor is None:
         return None
     back = RECV if kind == SEND else SEND
@@ -57,9 +57,9 @@ def _other_end(state: State, place: Place, peer: int) -> tuple[Issuer, Place] | 
 Anchor = tuple[int, int]  # index of a communicator in Arrivals, number of a collective on it
 
 
-def _anchor(one: Issuer, two: Issuer, since_ns: int) -> Anchor | None:
+def _anchor(*ends: tuple[Issuer, Place]) -> Anchor | None:
     """The first collective, on the communicator that both share with the most members, that both logs hold."""
-    firsts = [_firsts(issuer, since_ns) for issuer in (one, two)]
+    firsts = [_firsts(issuer, place.late_ns or 0) for issuer, place in ends]
     shared = firsts[0].keys() & firsts[1].keys()
     found = [(comm, max(firsts[0][comm], firsts[1][comm])) for comm in sorted(shared)]
     return found[0] if found else None
