@@ -117,12 +117,16 @@ enum segment_loss {
   SEGMENT_HELLO = 7,
   SEGMENT_CORRUPT = 8,
   SEGMENT_COMMS_MADE = 9,
-  SEGMENT_LOSSES = 10,
+  SEGMENT_HISTORY = 10, /* calls whose records were overwritten before the first look; no loss */
+  SEGMENT_LOSSES = 11,
 };
 int segment__open(int fd, struct segment **out, const char **why); /* -EPROTO: *why says what is wrong */
 void segment__close(struct segment *s);
 void segment__facts(const struct segment *s, struct segment_facts *out);
 int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b);
+void segment__hold(struct segment *s); /* go on as its reader for some seconds; a drain does it, too */
+/* From when on no record is missing, as far as that was known at the first look; 0: from the beginning on. */
+uint64_t segment__whole_since(struct segment *s, const struct seg_clock *c);
 uint64_t segment__pending(struct segment *s); /* records that a drain has not taken yet */
 int segment__counts(struct segment *s, uint32_t is_over,
                     struct counters_delta *out); /* is_over: the process has ended */

@@ -8,6 +8,9 @@
 #include <string.h>
 
 #define TRIES 200
+#ifndef LEASE_S
+#define LEASE_S 5
+#endif
 
 /* What of a thread changes with each call. */
 struct moment {
@@ -34,16 +37,23 @@ static void count_bulk(const struct segment *s, uint32_t block, struct seg_reade
 }
 
 /* Records that will be events: not the second one of a call. */
-static void count_vital(const struct segment *s, uint32_t block, const struct seg_reader *r, uint64_t head,
+static void count_vital(const struct segment *s, uint32_t block, struct seg_reader *r, uint64_t head,
                         uint64_t *waiting) {
-  uint64_t slots = 1ull << s->header.vital_bits;
+  uint64_t slots = 1ull << s->header.vital_bits, floor = seg_word(s, SEG_FIELD(s, block, vital_floor));
   struct seg_vital v;
+  if (floor > r->vital_tail) r->vital_tail = floor;
   if (head - r->vital_tail > slots) return;
   for (uint64_t i = r->vital_tail; i < head; i += v.has_uid ? 2 : 1) {
     seg_copy(s, seg_block_at(s, block) + SEG_VITAL_AT + (i & (slots - 1)) * sizeof(v), &v, sizeof(v));
     bool second = (v.kind == WIRE_DONE || v.kind == WIRE_ABANDONED) && v.flags & WIRE_ENTERED;
     if (v.hook < WIRE_HOOKS && v.kind <= WIRE_ABANDONED && !second) waiting[v.hook]++;
   }
+}
+
+void seg_count_waiting(const struct segment *s, uint32_t block, struct seg_reader *r, uint64_t head,
+                       uint64_t vital_head, uint64_t *waiting) {
+  count_bulk(s, block, r, head, waiting);
+  count_vital(s, block, r, vital_head, waiting);
 }
 
 static void count_under_way(const struct segment *s, uint32_t block, uint64_t depth, uint64_t *waiting) {
@@ -109,4 +119,33 @@ void seg_subtract_time(struct wire_time *sum, const struct wire_time *base) {
   for (int i = 0; i < WIRE_BUCKETS; i++) sum->hist[i] -= base->hist[i];
   for (int i = WIRE_BUCKETS - 1; !sum->max_ns && i >= 0; i--)
     if (sum->hist[i]) sum->max_ns = i ? (4ull + (i & 3)) << (i / 4 + WIRE_BUCKET_SHIFT - 2) : 1;
+}
+
+void seg_gone(struct seg_reader *r, uint64_t records) {
+  r->dates = r->is_old;
+  if (!r->is_old) r->overwritten += records;
+  r->behind = true;
+}
+
+/* A reader that dies does not say so, and a program must not ask: what it said last holds for some seconds. */
+void segment__hold(struct segment *s) {
+  uint64_t span = s->header.ticks_per_s * LEASE_S, now = seg_ticks_now();
+  if (!s->has_arrived || (s->lease > now && s->lease - now > span / 2)) return;
+  s->lease = now + span;
+  seg_store(s, offsetof(struct seg_header, lease), s->lease);
+}
+
+/* Unless another reader has come since. */
+void seg_let_go(struct segment *s) {
+  if (s->lease && seg_word(s, offsetof(struct seg_header, lease)) == s->lease)
+    seg_store(s, offsetof(struct seg_header, lease), 0);
+}
+
+uint64_t segment__whole_since(struct segment *s, const struct seg_clock *c) {
+  uint64_t since = 0;
+  for (uint32_t block = 0; block < seg_used(s); block++) {
+    const struct seg_reader *r = s->readers[block];
+    if (r && r->since > since) since = r->since;
+  }
+  return since ? segment__to_ns(s, c, since) : 0;
 }

@@ -50,30 +50,52 @@ static uint64_t under_way(const struct shot *x, uint32_t hook) {
   return n;
 }
 
+/* Calls without an account when a reader has just come: their records were overwritten before it did, or wait. False: a
+ * ring was overwritten meanwhile. */
+static bool date(struct segment *s, uint32_t block, struct seg_reader *r, const struct shot *x) {
+  uint64_t waiting[WIRE_HOOKS] = {0}, slots = 1ull << s->header.bulk_bits;
+  seg_count_waiting(s, block, r, x->head, x->vital_head, waiting);
+  if (seg_word(s, SEG_FIELD(s, block, head)) - r->tail >= slots) return false;
+  if (seg_word(s, SEG_FIELD(s, block, vital_floor)) > r->vital_tail) return false;
+  for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
+    const struct wire_count *row = &x->rows[i];
+    uint64_t told = row->lost + row->sampled_out + row->filtered + r->events[i] + under_way(x, i) + waiting[i];
+    r->history[i] = row->calls > told ? row->calls - told : 0;
+  }
+  return true;
+}
+
 /* Calls without an account: their records wait in the rings, or are gone. The first are held back, as if they had not
  * been made yet: a reader who takes no more records would not find them again. So is one that the thread is about to show
- * or to record: whoever reads may have taken the processor from it there. The others are lost; which hooks' they were is
- * certain when nothing waits. is_over: the process has ended, and nothing comes any more. */
-static void settle(struct seg_reader *r, struct shot *x, bool whole, bool is_over) {
+ * or to record: whoever reads may have taken the processor from it there. The others are lost, or, when they were
+ * overwritten before anybody looked, history; which hooks' they were is certain when nothing waits. is_over: the process
+ * has ended, and nothing comes any more. */
+static void settle(struct segment *s, uint32_t block, struct shot *x, bool whole, bool is_over) {
+  struct seg_reader *r = s->readers[block];
+  if (r->dates && date(s, block, r, x) && whole) r->dates = r->behind = false;
   uint64_t waiting = x->head - r->tail + (x->vital_head - r->vital_tail), gone_now = 0;
   uint64_t between = !is_over && !r->behind;
   for (uint32_t i = 0; i < WIRE_HOOKS; i++) {
     struct wire_count *row = &x->rows[i];
     uint64_t told = row->lost + row->sampled_out + row->filtered + r->events[i] + r->missed[i] + under_way(x, i);
+    /* One that was about to be recorded then was taken for history. */
+    if (whole && told <= row->calls && r->history[i] > row->calls - told) r->history[i] = row->calls - told;
+    told += r->history[i];
     uint64_t open = row->calls > told ? row->calls - told : 0, held = open < waiting ? open : waiting;
     if (open > held && between) {
       between = 0;
       held++;
     }
-    uint64_t gone = r->behind || is_over ? open - held : 0;
+    uint64_t gone = (r->behind && !r->dates) || is_over ? open - held : 0;
     row->calls -= held;
     if (row->nested > row->calls) row->nested = row->calls;
     if (whole && !waiting) r->missed[i] += gone;
     else row->lost += gone;
     gone_now += r->missed[i];
     row->lost += r->missed[i];
+    row->filtered += r->history[i];
   }
-  if (!whole || waiting || !(r->behind || is_over)) return;
+  if (!whole || waiting || r->dates || !(r->behind || is_over)) return;
   r->behind = false;
   r->overwritten = gone_now;
 }
@@ -85,7 +107,7 @@ static int sum_counts(struct segment *s, bool is_over, struct wire_count *sums) 
     struct seg_reader *r = seg_reader_of(s, block);
     if (!r) return -ENOMEM;
     bool whole = shoot(s, block, &x);
-    settle(r, &x, whole, is_over);
+    settle(s, block, &x, whole, is_over);
     memcpy(r->frames, x.frames, sizeof(r->frames));
     r->n_frames = x.n_frames;
     for (uint32_t i = 0; i < WIRE_HOOKS; i++) seg_add(&sums[i], &x.rows[i]);
@@ -226,6 +248,7 @@ void segment__losses(struct segment *s, uint64_t *out) {
   for (uint32_t block = 0; block < seg_used(s); block++) {
     const struct seg_reader *r = seg_reader_of(s, block);
     out[SEGMENT_OVERWRITTEN] += r ? r->overwritten : 0;
+    for (int i = 0; r && i < WIRE_HOOKS; i++) out[SEGMENT_HISTORY] += r->history[i];
     out[SEGMENT_VITAL_FULL] += seg_word(s, SEG_FIELD(s, block, vital_lost));
     out[SEGMENT_BUSY] += seg_word(s, SEG_FIELD(s, block, busy));
     out[SEGMENT_STALE] += seg_word(s, SEG_FIELD(s, block, stale));

@@ -17,6 +17,8 @@
 #define SEAL_SHRINK 2
 #define CHUNK 1024 /* bulk records at a time */
 #define LOOKS 256  /* at one ring in one drain: a writer that is faster than we are must not hold us */
+#define TRIES 8
+#define ARRIVAL 32 /* drains that find more than they may take, until a reader has come all the same */
 
 bool seg_copy(const struct segment *s, uint64_t at, void *out, size_t bytes) {
   if (s->map) {
@@ -61,7 +63,7 @@ struct seg_reader *seg_reader_of(struct segment *s, uint32_t block) {
 
 static const char *wrong_with(const struct seg_header *h, uint64_t bytes) {
   if (h->magic != SEG_MAGIC) return "it is no segment, or not finished yet";
-  if (h->version != SEG_VERSION) return "another version of libstallscope.so wrote it";
+  if (!h->version || h->version > SEG_VERSION) return "another version of libstallscope.so wrote it";
   if (h->header_bytes != SEG_HEADER_BYTES || h->comm_bits != SEG_COMM_BITS) return "its header has another size";
   if (!h->n_blocks || h->n_blocks > SEG_BLOCKS) return "its number of blocks is impossible";
   if (h->bulk_bits < 4 || h->bulk_bits > 24 || h->vital_bits < 4 || h->vital_bits > 24)
@@ -108,6 +110,7 @@ int segment__open(int fd, struct segment **out, const char **why) {
 
 void segment__close(struct segment *s) {
   if (!s) return;
+  seg_let_go(s);
   for (int i = 0; i < SEG_BLOCKS; i++) free(s->readers[i]);
   free(s->base_times);
   if (s->map) munmap(s->map, s->header.total_bytes);
@@ -159,20 +162,23 @@ static uint64_t span_ns(const struct seg_clock *c, uint64_t ticks) {
   return (uint64_t)((unsigned __int128)ticks * c->line[c->count ? c->count - 1 : 0].ns_per_tick >> 32);
 }
 
+uint64_t seg_ticks_now(void) {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#else
+  uint64_t now;
+  __asm__ volatile("mrs %0, cntvct_el0" : "=r"(now));
+  return now;
+#endif
+}
+
 uint64_t segment__pair(uint64_t *counter, uint64_t *mono_ns) {
   uint64_t best = UINT64_MAX;
   for (int i = 0; i < 16; i++) {
     struct timespec t;
-    uint64_t before, after;
-#if defined(__x86_64__)
-    before = __builtin_ia32_rdtsc();
+    uint64_t before = seg_ticks_now();
     clock_gettime(CLOCK_MONOTONIC, &t);
-    after = __builtin_ia32_rdtsc();
-#else
-    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(before));
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(after));
-#endif
+    uint64_t after = seg_ticks_now();
     if (after - before >= best) continue;
     best = after - before;
     *counter = before + best / 2;
@@ -211,11 +217,11 @@ static struct wire_rec vital_rec(const struct sink *k, const struct seg_vital *v
   return r;
 }
 
-static bool take_uid(const struct sink *k, const struct seg_vital *v, uint64_t at) {
+static bool take_uid(const struct sink *k, const struct seg_vital *v, const uint8_t *uid) {
   struct ring_batch *b = k->batch;
   struct wire_uid_rec u = {.rec = vital_rec(k, v)};
   if (b->n_uids == b->max_uids) return false;
-  seg_copy(k->s, at, u.uid, sizeof(u.uid));
+  memcpy(u.uid, uid, sizeof(u.uid));
   memcpy(b->uids + (size_t)b->n_uids++ * sizeof(u), &u, sizeof(u));
   return true;
 }
@@ -226,37 +232,75 @@ static void count_event(struct seg_reader *r, const struct seg_vital *v) {
   if (v->kind <= WIRE_ABANDONED && !is_second) r->events[v->hook]++;
 }
 
-/* One record of a vital ring. Slots it takes; 0: no room in the batch. */
-static uint64_t take_vital(const struct sink *k, uint32_t block, struct seg_reader *r, uint64_t head) {
-  struct segment *s = k->s;
-  uint64_t mask = (1ull << s->header.vital_bits) - 1, base = seg_block_at(s, block) + SEG_VITAL_AT;
-  uint64_t index = r->vital_tail;
+static uint64_t vital_at(const struct segment *s, uint32_t block, uint64_t index) {
+  uint64_t mask = (1ull << s->header.vital_bits) - 1;
+  return seg_block_at(s, block) + SEG_VITAL_AT + (index & mask) * sizeof(struct seg_vital);
+}
+
+/* Where to go on when the slot at the tail may have been written since it was ours; 0: it was not. Another reader may
+ * read along: what it has taken is free, too. Called after the copy. */
+static uint64_t moved_on(const struct segment *s, uint32_t block, uint64_t tail) {
+  struct seg_block b;
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  seg_copy(s, seg_block_at(s, block), &b, offsetof(struct seg_block, frames));
+  if (b.vital_floor > tail) return b.vital_floor;
+  return b.vital_tail > tail && b.vital_head + 2 > tail + (1ull << s->header.vital_bits) ? b.vital_tail : 0;
+}
+
+static void skip_vital(const struct segment *s, uint32_t block, struct seg_reader *r, uint64_t oldest) {
   struct seg_vital v;
-  seg_copy(s, base + (index & mask) * sizeof(v), &v, sizeof(v));
-  if (v.hook >= WIRE_HOOKS || (v.has_uid && index + 1 >= head)) {
+  seg_gone(r, oldest - r->vital_tail);
+  r->vital_tail = oldest;
+  if (!r->is_old) return;
+  seg_copy(s, vital_at(s, block, oldest), &v, sizeof(v));
+  if (v.ts + v.dur > r->since) r->since = v.ts + v.dur; /* its writing: what was written later is there */
+}
+
+/* One record of a vital ring, or, where it was overwritten, none; false: no room in the batch. */
+static bool take_vital(const struct sink *k, uint32_t block, struct seg_reader *r, uint64_t head) {
+  struct segment *s = k->s;
+  struct seg_vital v;
+  uint8_t uid[WIRE_UID_BYTES];
+  seg_copy(s, vital_at(s, block, r->vital_tail), &v, sizeof(v));
+  if (v.has_uid) seg_copy(s, vital_at(s, block, r->vital_tail + 1), uid, sizeof(uid));
+  uint64_t next = moved_on(s, block, r->vital_tail);
+  if (next) {
+    skip_vital(s, block, r, next);
+    return true;
+  }
+  if (v.hook >= WIRE_HOOKS || (v.has_uid && r->vital_tail + 1 >= head)) {
     s->corrupt++;
-    return 1;
+    r->vital_tail++;
+    return true;
   }
   if (v.has_uid) {
-    if (!take_uid(k, &v, base + ((index + 1) & mask) * sizeof(v))) return 0;
+    if (!take_uid(k, &v, uid)) return false;
   } else {
     struct wire_rec *out = next_rec(k);
-    if (!out) return 0;
+    if (!out) return false;
     *out = vital_rec(k, &v);
   }
   count_event(r, &v);
-  return v.has_uid ? 2 : 1;
+  r->vital_tail += v.has_uid ? 2 : 1;
+  return true;
 }
 
 static void drain_vital(const struct sink *k, uint32_t block, struct seg_reader *r) {
   struct segment *s = k->s;
-  uint64_t head = seg_word(s, SEG_FIELD(s, block, vital_head)), step = 1;
+  uint64_t head = 0, next;
+  for (int i = 0; i < TRIES; i++) { /* the thread may write a whole ring between two loads */
+    head = seg_word(s, SEG_FIELD(s, block, vital_head));
+    if ((next = moved_on(s, block, r->vital_tail))) skip_vital(s, block, r, next);
+    if (head >= r->vital_tail) break;
+  }
   if (head - r->vital_tail > 1ull << s->header.vital_bits) {
     s->corrupt++;
     r->vital_tail = head;
   }
-  while (r->vital_tail < head && step) r->vital_tail += step = take_vital(k, block, r, head);
-  seg_store(s, SEG_FIELD(s, block, vital_tail), r->vital_tail);
+  while (r->vital_tail < head && take_vital(k, block, r, head)) {}
+  /* Never back: the thread believed the other reader's, and may have written up to there. */
+  if (r->vital_tail > seg_word(s, SEG_FIELD(s, block, vital_tail)))
+    seg_store(s, SEG_FIELD(s, block, vital_tail), r->vital_tail);
 }
 
 static int32_t status_of(uint8_t byte) {
@@ -312,9 +356,11 @@ static uint64_t copy_chunk(struct segment *s, uint32_t block, struct seg_reader 
 }
 
 static void skip_to(struct segment *s, uint32_t block, struct seg_reader *r, uint64_t oldest) {
-  r->overwritten += oldest - r->tail;
-  r->behind = true;
+  seg_gone(r, oldest - r->tail);
   r->tail = oldest;
+  uint64_t written = seg_word(s, seg_block_at(s, block) + SEG_BULK_AT(s->header.vital_bits) +
+                                     (oldest & ((1ull << s->header.bulk_bits) - 1)) * 32);
+  if (r->is_old && written > r->since) r->since = written;
   if (oldest < seg_word(s, SEG_FIELD(s, block, since))) return;
   r->tid = (uint32_t)seg_word(s, SEG_FIELD(s, block, tid)); /* the mark of this thread may be among them */
 }
@@ -342,16 +388,24 @@ static void drain_bulk(const struct sink *k, uint32_t block, struct seg_reader *
 int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b) {
   struct sink k = {s, c, slot, tgid, b};
   /* Who only looks (doctor, or at whose segment it is) is no reader: it leaves all to the next one. */
-  if (!s->reads) seg_store(s, offsetof(struct seg_header, reader), s->header.reader + 1);
-  s->reads = true;
+  bool is_old = !s->has_arrived;
+  if (!s->drains++) seg_store(s, offsetof(struct seg_header, reader), s->header.reader + 1);
   uint32_t used = seg_used(s), first = used ? s->next++ % used : 0;
   b->n_recs = b->n_uids = 0;
   for (uint32_t i = 0; i < used; i++) {
     struct seg_reader *r = seg_reader_of(s, i);
     if (!r) return -ENOMEM;
+    r->is_old = is_old;
     drain_vital(&k, i, r);
   }
-  for (uint32_t i = 0; i < used; i++) drain_bulk(&k, (first + i) % used, s->readers[(first + i) % used]);
+  for (uint32_t i = 0; i < used; i++) {
+    struct seg_reader *r = s->readers[(first + i) % used];
+    drain_bulk(&k, (first + i) % used, r);
+    r->is_old = false;
+  }
+  /* Not before: the rings of a program that nobody read are full, and what it writes now would have no place. */
+  s->has_arrived |= (b->n_recs < b->max_recs && b->n_uids < b->max_uids) || s->drains >= ARRIVAL;
+  segment__hold(s);
   return 0;
 }
 

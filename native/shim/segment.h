@@ -12,7 +12,7 @@
 #include "wire.h"
 
 #define SEG_MAGIC 0x31676573706c7473ull /* "stlpseg1" */
-#define SEG_VERSION 1
+#define SEG_VERSION 2 /* 1: vital rings drop the newest, whether or not anybody reads; else the same */
 #define SEG_NAME "stallscope-segment"
 #define SEG_PAGE 4096
 #define SEG_BLOCKS 256 /* threads at once */
@@ -78,6 +78,7 @@ struct seg_header {
   uint64_t losses[SEG_LOSSES] __attribute__((aligned(64)));
   uint64_t gpu_untold[SEG_GPU_FIGURES]; /* operations without a witness of the GPU */
   struct seg_words words[WIRE_HOOKS];
+  uint64_t lease; /* counter: until then somebody reads, and no vital record is overwritten before it was taken */
 };
 
 struct seg_comm {
@@ -105,8 +106,9 @@ struct seg_block {
   uint64_t vital_head; /* of the vital ring, in slots */
   uint32_t depth, state;
   uint32_t tid, generation;
-  uint64_t since; /* head when this thread took the block: older records are another thread's */
-  uint64_t pad0[3];
+  uint64_t since;       /* head when this thread took the block: older records are another thread's */
+  uint64_t vital_floor; /* slots before it have been, or are being, overwritten; a record begins there */
+  uint64_t pad0[2];
   uint64_t busy, deep, stale, vital_lost; /* second line: what was turned away */
   uint64_t pad1[4];
   uint64_t tail, vital_tail; /* third line: the reader's */

@@ -1,13 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-/* Records that are never overwritten: full width, in a ring that drops the newest. */
+/* Records of full width, in a ring that keeps the newest while nobody reads, and else what has not been read yet. */
 #define _GNU_SOURCE
 #include "hot.h"
 #include <string.h>
 
+/* Whole records from `floor` on go, so that the ring has room up to `end`; some more, since each look at the lease is a
+ * reading of the counter. A reader that copied a slot looks at vital_floor: what lies before it may be torn. */
+static uint64_t overwrite(struct seg_thread *t, uint64_t floor, uint64_t end) {
+  uint64_t size = t->vital_mask + 1;
+  for (end += size / 256; floor + size < end;) floor += t->vital[floor & t->vital_mask].has_uid ? 2 : 1;
+  __atomic_store_n(&t->block->vital_floor, floor, __ATOMIC_RELAXED);
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  return floor;
+}
+
 static bool has_room(struct seg_thread *t, uint64_t slots) {
-  if (t->vital_head + slots <= t->vital_limit) return true;
-  t->vital_limit = __atomic_load_n(&t->block->vital_tail, __ATOMIC_ACQUIRE) + t->vital_mask + 1;
-  return t->vital_head + slots <= t->vital_limit;
+  uint64_t end = t->vital_head + slots, size = t->vital_mask + 1;
+  if (LIKELY(end <= t->vital_limit)) return true;
+  uint64_t floor = __atomic_load_n(&t->block->vital_floor, __ATOMIC_RELAXED);
+  uint64_t tail = __atomic_load_n(&t->block->vital_tail, __ATOMIC_ACQUIRE);
+  if (tail > floor && tail <= t->vital_head) floor = tail;
+  if (end > floor + size && seg_ticks() >= __atomic_load_n(&t->header->lease, __ATOMIC_RELAXED))
+    floor = overwrite(t, floor, end);
+  t->vital_limit = floor + size;
+  return end <= t->vital_limit;
 }
 
 /* 0: it is in the ring. */
@@ -44,7 +60,7 @@ void seg_told(struct seg_call c, uint64_t dur, int32_t status, const uint64_t *a
                         .tid = c.t->tid};
   memcpy(v.a, a, sizeof(v.a));
   if (!seg_put(c.t, &v, NULL)) return;
-  /* No agent took the old ones: what is newest goes where the newest stays. */
+  /* The agent has not taken the old ones yet: what is newest goes where the newest stays. */
   const struct seg_words *w = &seg_words_of[c.hook];
   uint64_t low = w->q < SEG_NO_WORD ? a[w->q] & 0xffffffffffffull : 0, high = w->r < SEG_NO_WORD ? a[w->r] << 48 : 0;
   uint64_t w1 = (uint64_t)c.hook << 32 | (uint64_t)(SEG_ALWAYS | (c.flags & WIRE_NESTED) * SEG_NESTED) << 48 |

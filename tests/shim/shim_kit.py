@@ -116,11 +116,12 @@ class Read:
         return {NAME_OF_TIME[t]: int(row["sum_ns"]) for t, row in self._times.items() if t in NAME_OF_TIME}
 
     def conserved(self, *, in_flight: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Calls made by api; fails unless each of them is a record, lost, left out by sampling, or under way."""
+        """Calls made by api; fails unless each is a record, lost, left out by sampling, history, or under way."""
         self.drain()
         rows = self.counts()
         for api, row in rows.items():
-            told = self.events[api] + int(row["lost"]) + int(row["sampled_out"]) + (in_flight or {}).get(api, 0)
+            told = sum(int(row[term]) for term in ("lost", "sampled_out", "filtered"))
+            told += self.events[api] + (in_flight or {}).get(api, 0)
             assert told == int(row["calls"]), (api, self.events[api], row, self.segment.losses())
         return {api: int(row["calls"]) for api, row in rows.items()}
 

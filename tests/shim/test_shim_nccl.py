@@ -121,16 +121,24 @@ def test_one_inside_the_other(read: Read) -> None:
 
 
 def test_a_full_vital_ring(agent: Agent, stubs: Path) -> None:
-    """Nobody reads: the oldest are kept, the newest counted, and the table goes on."""
+    """Nobody reads: the newest are kept, whole and without a hole, what was before is history, and the table goes on."""
     script = SCRIPT.replace("range(500)", "range(50000)")
     run(["/usr/bin/python3", "-c", script, stubs], environment(stubs, STALLSCOPE_SHIM=f"socket:{agent.path}"))
     (read,) = agent.wait_for(1)
     made = read.conserved()
     assert made["ncclAllReduce"] == 200_002
-    assert read.segment.losses()["vital_full"] > 100_000
+    losses = read.segment.losses()
+    assert losses["history"] > 100_000 and losses["corrupt"] == losses["vital_full"] == losses["overwritten"] == 0
+    rows = of(read, "ncclAllReduce", ENTER)
+    rows = rows[rows["a"][:, 5] == 0x2000]
+    tids = np.unique(rows["tid"])
+    assert len(tids) == 4
+    for tid in tids:
+        mine = rows["n"][rows["tid"] == tid]
+        assert len(mine) > 2000 and (np.diff(mine.astype("i8")) > 0).all()
+    assert rows["n"].max() == 199_999
+    assert 0 < read.segment.whole_since_ns(read.clock) < int(rows["ts_ns"].max())
     assert {c.pointer: c.next for c in read.segment.comms()}[0x2000] == 200_000
-    first = of(read, "ncclCommInitRank", ENTER)
-    assert len(first) == 2
 
 
 ALONE = """

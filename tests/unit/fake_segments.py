@@ -64,6 +64,8 @@ class FakeSegment:
             opened=None,
             bad=None,
             gpu=0,
+            held=0,
+            since_ns=0,
             **more,
         )
         cls.contents[os.fstat(fd).st_ino] = made
@@ -88,6 +90,12 @@ class FakeSegment:
 
     def losses(self) -> dict[str, int]:
         return dict(self.lost)
+
+    def hold(self) -> None:
+        self.held += 1
+
+    def whole_since_ns(self, clock: Any) -> int:
+        return self.since_ns
 
     def gpu_untold(self) -> dict[str, int]:
         return {"exhausted": 3 if self.gpu >= 16 else 0}

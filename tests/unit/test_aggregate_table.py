@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from aggregate_kit import ENTER, START, UID, Kit, one
 
+from stallscope.aggregate.numbering import RECV, SEND
 from stallscope.aggregate.state import State
+from stallscope.diagnose.pairs import pair_base
 from stallscope.wire.frames import Frame, Kind
 from stallscope.wire.hook_table import BY_NAME
 
@@ -135,3 +137,102 @@ def test_a_bad_table(bad: Any) -> None:
     state = kit.state()
     state.apply(Frame(Kind.COMMS, {"at_ns": START, "proc": 1, "comms": [bad]}))
     assert state.dropped is not None and state.dropped.startswith("a bad COMMS frame")
+
+
+def shim_link(kit: Kit, proc: int) -> None:
+    kit.link("NCCL", proc)
+    kit.frames[-1][1]["method"] = "shim"
+
+
+def late_job() -> Kit:
+    """Two processes that are read through their shims."""
+    kit = Kit()
+    for proc in (1, 2):
+        kit.process(proc, pid=4000 + proc, env={"RANK": str(proc - 1)})
+        shim_link(kit, proc)
+    return kit
+
+
+def newest(kit: Kit, proc: int, first: int, until: int, **more: Any) -> None:
+    """Records of the newest operations; those before are history."""
+    for n in range(first, until):
+        reduce(kit, proc, n)
+    kit.count("ncclAllReduce", proc, calls=first, filtered=first)
+    kit.flush()
+    table(kit, proc, row(proc, until, **more))
+
+
+def test_the_rings_kept_the_newest() -> None:
+    """Numbers are those of the creation on, whatever part each rank's ring kept; nothing is said to be lost."""
+    kit = late_job()
+    newest(kit, 1, 400, 500)
+    newest(kit, 2, 450, 499)
+    state = ticked(kit)
+    assert arrived(state) == [500, 499]
+    assert [lag.missing for lag in state.operations.arrivals.lagging(kit.now)] == [[1]]
+    assert all(issuer.missing == 0 for issuer in state.operations.issuers.values())
+    assert [place.missed for issuer in state.operations.issuers.values() for place in issuer.places.values()] == [
+        400, 450
+    ]  # fmt: skip
+    reduce(kit, 2, 499)
+    assert arrived(ticked(kit)) == [500, 500]
+    report = kit.report()
+    assert members(report) == [(1, 0, 500), (2, 1, 500)]
+    assert report["capture"]["filtered"] == {"before the attach": 850} and report["capture"]["lost"] == 0
+
+
+def test_a_record_that_comes_behind_the_table() -> None:
+    """Threads' rings are read one after the other: what one of them lacks is no hole before the next tick."""
+    kit = late_job()
+    for n in (100, 102):
+        reduce(kit, 1, n)
+    kit.count("ncclAllReduce", 1, calls=100, filtered=100)
+    kit.flush()
+    table(kit, 1, row(1, 103))
+    reduce(kit, 1, 101)
+    state = ticked(kit)
+    (place,) = state.operations.issuers[1].places.values()
+    assert (place.next_n, place.missed, place.collectives, place.spoiled) == (103, 100, 103, False)
+    assert state.operations.issuers[1].entries == 103
+
+
+def transfer(kit: Kit, proc: int, n: int, api: str) -> None:
+    words = (1, 8, 7, 2 - proc, POINTER[proc] + 0x10, 0x77)
+    kit.recs.append(kit.record(api, ENTER, slot=proc, tid=4000 + proc, n=n, a=words))
+    kit.count(api, proc, calls=1)
+
+
+@pytest.mark.parametrize(("sends", "receives"), [(3, 3), (5, 2)])
+def test_transfers_of_before_the_records(sends: int, receives: int) -> None:
+    """How many there were nobody knows; they are counted from a collective that both ends have."""
+    kit = late_job()
+    for proc, before in ((1, sends), (2, receives)):
+        api = ("ncclSend", "ncclRecv")[proc - 1]
+        for n in range(200 - before, 200):
+            transfer(kit, proc, n, api)
+        reduce(kit, proc, 50)
+        transfer(kit, proc, 200, api)
+        kit.count("ncclAllReduce", proc, calls=50, filtered=50)
+        kit.count(api, proc, calls=200 - before, filtered=200 - before)
+        kit.flush()
+        words = [POINTER[proc] + 0x10, 201, BY_NAME[api].id, 8, 7, 0, proc - 1, 2, bytes(128)]
+        table(kit, proc, row(proc, 51), words)
+    state = ticked(kit)
+    first, second = state.operations.issuers.values()
+    ours, theirs = (issuer.places[POINTER[proc] + 0x10] for proc, issuer in ((1, first), (2, second)))
+    assert ours.numbered and theirs.numbered and not ours.spoiled
+    assert pair_base(state, first, ours, SEND, 1) == -sends
+    assert theirs.pair_base == {(RECV, 0): -receives}
+    assert ours.peers == {(SEND, 1): sends + 1} and theirs.peers == {(RECV, 0): receives + 1}
+
+
+def test_transfers_and_collectives_of_before_the_records() -> None:
+    """On one communicator: which of both they were nobody knows."""
+    kit = late_job()
+    reduce(kit, 1, 100)
+    kit.recs.append(kit.record("ncclSend", ENTER, slot=1, tid=4001, n=101, a=(1, 8, 7, 1, POINTER[1], 0x77)))
+    kit.count("ncclSend", 1, calls=1)
+    kit.flush()
+    table(kit, 1, row(1, 102, hook=BY_NAME["ncclSend"].id))
+    (place,) = ticked(kit).operations.issuers[1].places.values()
+    assert place.spoiled and not place.numbered

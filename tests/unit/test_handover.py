@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stallscope.capture.handover import HELLO, MAGIC, MAX_WAITING, PATIENCE_NS, VERSION, HandOver
+from stallscope.capture.handover import HELLO, MAGIC, MAX_WAITING, PATIENCE_NS, VERSIONS, HandOver
 
 SECOND = 1_000_000_000
 
@@ -30,7 +30,7 @@ def knock(door: HandOver) -> socket.socket:
     return sender
 
 
-def hello(magic: int = MAGIC, version: int = VERSION, pid: int = 1, ticks: int = 123) -> bytes:
+def hello(magic: int = MAGIC, version: int = VERSIONS[-1], pid: int = 1, ticks: int = 123) -> bytes:
     return HELLO.pack(magic, version, pid, ticks)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stallscope.aggregate.numbering import OPERATION
+from stallscope.aggregate.numbering import OPERATION, RECV, SEND
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.ring import Ring
 from stallscope.aggregate.tape import Tape
@@ -32,6 +32,7 @@ class Place:
         next_n: number that the next record should bear; missed: records that never came.
         splits: ncclCommSplit and the like so far.
         spoiled: records were lost, and nobody knows of which kind.
+        late_ns: where sends and receives were made before the records begin: when those do.
     """
 
     pointer: int
@@ -48,11 +49,36 @@ class Place:
     splits: int = 0
     untold: int = 0
     spoiled: bool = False
+    late_ns: int | None = None
 
     @property
     def numbered(self) -> bool:
         """Whether numbers mean the same operation as its peers'."""
         return self.base is not None and not self.spoiled
+
+    def miss(self, rows: NDArray[Any], mixed: bool) -> NDArray[Any]:
+        """Numbers have no holes: one in them is a record that was lost. How many collectives were lost before each.
+
+        A hole before the first record is what was before an attach. Where only sends and receives follow, it was these,
+        and diagnose/pairs.py finds how many of each.
+
+        Args:
+            rows: operations on this communicator, in the order of their numbers.
+            mixed: whether some of them, or of those before, are no collectives.
+        """
+        n = rows["n"].astype(np.int64)
+        is_first = not (self.collectives or self.peers or self.missed)
+        first = int(n[0]) if self.next_n is None else self.next_n
+        lost: NDArray[Any] = np.maximum(0, n - first - np.arange(len(n)))
+        self.next_n = int(n[-1]) + 1
+        self.missed += int(lost[-1])
+        if not mixed or not lost[-1]:
+            return lost  # all of them are collectives, as far as anybody saw
+        if is_first and lost[0] == lost[-1] and np.isin(rows["kind"], (SEND, RECV)).all():
+            self.late_ns = int(rows["ts_ns"].min())
+        else:
+            self.spoiled = True
+        return np.zeros_like(lost)
 
 
 class Issuer:

@@ -29,18 +29,18 @@ from stallscope.aggregate.numbering import (
     Arguments,
     rows_of,
 )
-from stallscope.aggregate.process import Process
+from stallscope.aggregate.process import SHIM, Process
 from stallscope.aggregate.starts import Starts
-from stallscope.aggregate.table import TableRow
+from stallscope.aggregate.table import TableRow, newest_of
 from stallscope.aggregate.tape import Speller, copies_of
 from stallscope.aggregate.waits import WaitFacts
-from stallscope.wire.columns import REC
 
 __all__ = ["Operations", "signatures"]
 
 Array = NDArray[Any]
 MAX_PENDING = 1 << 20
 MAX_STREAMS = 64
+MAX_TABLES = 1 << 14
 USER_REDOP = 5
 MAX_RANKS = 1 << 17
 SAMPLES = 3
@@ -63,6 +63,7 @@ class Operations:
         self.arguments = Arguments(hooks)
         self._pending: list[tuple[list[Process | None], Array]] = []
         self._waiting = 0
+        self._tables: list[tuple[Process, TableRow, int]] = []
         self._over: set[int] = set()  # indices of communicators that are gone in some process
         self.is_told = hooks.column(lambda h: h.library == "NCCL" and h.kind in TOLD)
         self.wait_facts = WaitFacts(hooks)
@@ -105,6 +106,12 @@ class Operations:
             rows = self._take(self.issuers[proc], recs)
             waits = recs[~self.is_told[recs["hook"]]]
             self.issuers[proc].tape.add(self._speller, rows, waits, self._overflow)
+        tables, self._tables = self._tables, []
+        for table in tables:
+            if until_ns is None or table[2] <= until_ns:
+                self._catch_up(*table)
+            else:
+                self._tables.append(table)
         self._settle()
 
     def _issuer(self, process: Process) -> Issuer | None:
@@ -151,33 +158,35 @@ class Operations:
         return rows
 
     def told(self, process: Process, row: TableRow, at_ns: int) -> None:
-        """How far a rank is by the shim's own table, which knows also what was never recorded.
-
-        The newest operation is taken as if its record had come now; those before it are holes in the numbers.
-        """
+        """How far a rank is by the shim's own table, which knows also what was never recorded."""
         issuer = self._issuer(process)
         place = self._place(issuer, row.pointer) if issuer else None
         if issuer is None or place is None or not row.next:
             return
         place.next_n = place.next_n or 0  # the table counts from the creation on
-        self.flush()
-        counts = process.counts.items()
-        issuer.entries = max(issuer.entries, sum(count.calls for hook, count in counts if self.is_told[hook]))
-        if place.next_n < row.next and self._hooks.is_numbered[row.hook]:
-            entered = issuer.entries
-            self._take(issuer, self._newest(row, at_ns))
-            issuer.entries = entered
-            self._settle()
+        calls = sum(count.calls for hook, count in process.counts.items() if self.is_told[hook])
+        issuer.entries = max(issuer.entries, calls - self._waiting_of(process))
+        self._tables.append((process, row, at_ns))
+        if len(self._tables) > MAX_TABLES:
+            self.flush()
 
-    def _newest(self, row: TableRow, at_ns: int) -> Array:
-        rec = np.zeros(1, REC)
-        rec["ts_ns"], rec["hook"], rec["kind"], rec["n"] = at_ns, row.hook, ENTER, (row.next - 1) & 0xFFFFFFFF
-        words = {"comm": row.pointer, "count": row.elements, "dtype": row.dtype, "redop": row.redop}
-        for word, value in words.items():
-            index = int(self.arguments.columns[word][row.hook])
-            if index >= 0:
-                rec["a"][0, index] = value
-        return rec
+    def _waiting_of(self, process: Process) -> int:
+        """Entries of it that are not numbered yet."""
+        held = [(recs, [slot for slot, who in enumerate(slots) if who is process]) for slots, recs in self._pending]
+        mine = [recs[np.isin(recs["slot"], slots)] for recs, slots in held]
+        return sum(int((self.is_told[r["hook"]] & ((r["kind"] == ENTER) | (r["kind"] == CALL))).sum()) for r in mine)
+
+    def _catch_up(self, process: Process, row: TableRow, at_ns: int) -> None:
+        """Once all records of before the table are numbered: its newest operation is taken as if its record had come
+        now, where it did not; those before it are holes in the numbers."""
+        issuer = self._issuer(process)
+        place = self._place(issuer, row.pointer) if issuer else None
+        if issuer is None or place is None or not self._hooks.is_numbered[row.hook]:
+            return
+        if (place.next_n or 0) < row.next:
+            entered = issuer.entries
+            self._take(issuer, newest_of(row, at_ns, self.arguments.columns))
+            issuer.entries = entered
 
     def _take_waits(self, issuer: Issuer, recs: Array) -> None:
         if not len(recs):
@@ -229,7 +238,7 @@ class Operations:
         at = self._late(issuer, place, rows, at, mixed)
         if not len(at):
             return
-        lost = self._miss(place, rows["n"][at], mixed)
+        lost = place.miss(rows[at], mixed)
         empty = (rows["kind"][at] == COLLECTIVE) & (rows["elements"][at] == 0)
         rows["kind"][at[empty]] = OTHER
         is_chosen = rows["kind"][at] == COLLECTIVE
@@ -261,23 +270,13 @@ class Operations:
         place.untold += 0 if mixed else found
         return at[~late]
 
-    def _miss(self, place: Place, n: Array, mixed: bool) -> Array:
-        """Numbers have no holes: one in them is a record that was lost. How many collectives were lost before each."""
-        first = int(n[0]) if place.next_n is None else place.next_n
-        lost = np.maximum(0, n.astype(np.int64) - first - np.arange(len(n)))
-        place.next_n = int(n[-1]) + 1
-        place.missed += int(lost[-1])
-        if mixed and lost[-1]:
-            place.spoiled = True
-        # All of them are collectives, as far as anybody saw.
-        return np.zeros_like(lost) if mixed else lost
-
     def _place(self, issuer: Issuer, pointer: int) -> Place | None:
         if pointer not in issuer.places:
             if len(issuer.places) >= LIMITS["communicators of a process"]:
                 self._overflow.turned_away["communicators of a process"] += 1
                 return None
-            issuer.places[pointer] = Place(pointer)
+            is_whole = issuer.process.source == SHIM  # it numbers from the creation on, BPF from the attach on
+            issuer.places[pointer] = Place(pointer, next_n=0 if is_whole else None)
         return issuer.places[pointer]
 
     def restart(self, proc: int, pointer: int, at_ns: int) -> None:

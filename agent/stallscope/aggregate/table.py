@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stallscope.aggregate.checks import BadField, items
+from stallscope.aggregate.events import ENTER
 from stallscope.aggregate.hooks import WIRE_HOOKS
+from stallscope.wire.columns import REC
 from stallscope.wire.frames import Body
 
-__all__ = ["TableRow", "table_rows"]
+__all__ = ["TableRow", "newest_of", "table_rows"]
 
 UID_BYTES, MAX_ROWS, MAX_RANKS = 128, 4096, 1 << 16
 WORD = 1 << 64
@@ -52,3 +57,19 @@ def _row(row: Any) -> TableRow:
         raise BadField("comms holds something else than a unique id")
     pointer, numbered, hook, elements, dtype, redop = words
     return TableRow(pointer, numbered, hook, elements, dtype, redop, rank, nranks, uid or None)
+
+
+def newest_of(row: TableRow, at_ns: int, columns: dict[str, NDArray[Any]]) -> NDArray[Any]:
+    """The newest operation as one REC row, entered at that instant.
+
+    Args:
+        columns: where the arguments of each function stand (`Arguments.columns`).
+    """
+    rec = np.zeros(1, REC)
+    rec["ts_ns"], rec["hook"], rec["kind"], rec["n"] = at_ns, row.hook, ENTER, (row.next - 1) & 0xFFFFFFFF
+    words = {"comm": row.pointer, "count": row.elements, "dtype": row.dtype, "redop": row.redop}
+    for word, value in words.items():
+        index = int(columns[word][row.hook])
+        if index >= 0:
+            rec["a"][0, index] = value
+    return rec

@@ -13,7 +13,7 @@ __all__ = ["HandOver", "Handed"]
 
 # native/shim/segment.h, struct seg_hello: magic, version, pid, start_ticks.
 HELLO = struct.Struct("<QIIQ")
-MAGIC, VERSION = 0x31676573706C7473, 1
+MAGIC, VERSIONS = 0x31676573706C7473, (1, 2)
 BACKLOG, MAX_WAITING, TURN = 4096, 256, 64
 PATIENCE_NS = 2_000_000_000
 _CREDENTIALS = struct.Struct("3i")
@@ -109,7 +109,7 @@ class HandOver:
         magic, version, _pid, start_ticks = HELLO.unpack(data)
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, _uid, _gid = _CREDENTIALS.unpack(raw)
-        if (magic, version) != (MAGIC, VERSION) or pid <= 0:
+        if magic != MAGIC or version not in VERSIONS or pid <= 0:
             return None
         with contextlib.suppress(OSError):
             # Anew: the description that came is shared with the sender, and so would be a lock on it.

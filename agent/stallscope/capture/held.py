@@ -8,12 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stallscope.capture.gaps import Losses
-from stallscope.capture.segment import GPU_NO_PATH, GPU_OFF, GPU_OLD, GPU_RISK, GPU_SLOW, GPU_TAKEN, Comm, Segment
+from stallscope.capture.rings import Drained
+from stallscope.capture.segment import (
+    GPU_NO_PATH,
+    GPU_OFF,
+    GPU_OLD,
+    GPU_RISK,
+    GPU_SLOW,
+    GPU_TAKEN,
+    Clock,
+    Comm,
+    Segment,  # fmt: skip
+)
 from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target
 
-__all__ = ["NO_WITNESS", "ODD", "PLACES", "UNTOLD", "Held", "added", "is_of", "losses_of", "rank_rows", "table_row"]
+__all__ = ["NO_WITNESS", "ODD", "PLACES", "UNTOLD", "Held", "added", "gap_of", "is_of", "losses_of",
+           "rank_rows", "table_row"]  # fmt: skip
+
+IDLE_LOOKS, MOST_REST = 10, 4
 
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
@@ -74,6 +88,27 @@ class Held:
     ranks: list[list[Any]] = field(default_factory=list)
     witness: str | None = None
 
+    def pace(self, batch: Drained) -> None:
+        """How soon it is looked at again."""
+        if batch.n_recs or batch.n_uids:
+            self.idle = self.rest = 0
+        else:
+            self.idle += 1
+            self.rest = MOST_REST if self.idle > IDLE_LOOKS else 0
+
+    def history(self, clock: Clock | None) -> dict[str, Any] | None:
+        """A GAP: records that were overwritten before anybody looked; None where there are none."""
+        count = self.segment.losses().get("history")
+        if not count or clock is None:
+            return None
+        span = {"from_ns": self.begun_ns, "to_ns": max(self.begun_ns, self.segment.whole_since_ns(clock))}
+        return {"source": "shim", "proc": self.target.proc, "count": count, **span, "reason": "before the attach"}
+
+    def odd(self) -> list[str]:
+        """What should not have happened."""
+        losses = self.segment.losses() | self.segment.gpu_untold()
+        return [f"shim: {losses[name]} {what}" for name, what in (ODD | UNTOLD).items() if losses.get(name)]
+
     def close(self) -> None:
         """Let the segment go; the process keeps it."""
         if self.is_open:
@@ -92,6 +127,12 @@ def is_of(segment: Segment, target: Target) -> bool:
 
 def losses_of(segment: Segment) -> dict[str, int]:
     return {PLACES[name]: count for name, count in segment.losses().items() if name in PLACES}
+
+
+def gap_of(target: Target, now_ns: int, reason: str) -> dict[str, Any]:
+    """A GAP: nothing is known of the process."""
+    span = {"from_ns": target.appeared_ns, "to_ns": now_ns}
+    return {"source": "shim", "proc": target.proc, "count": None, **span, "reason": reason}
 
 
 def table_row(comm: Comm) -> list[Any]:

@@ -248,7 +248,7 @@ class Loop(ABC):
         for target in self.population.live():
             self._last_look(target)
             self.population.send_counts(target, now)
-        self._send_inflight(now, final=True)
+        self._send_inflight(self._clock(), final=True)  # calls that have begun meanwhile are counted, too
         self._close_losses(now)
         self._totals.report(now, self._lost_by())
         self._tell_oddities(now)

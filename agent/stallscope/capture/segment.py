@@ -36,7 +36,7 @@ LONG_NS = 200_000
 _ALL = 0xFFFFFFFF
 _TAP = 4
 _LOSSES = ("overwritten", "vital_full", "no_ring", "busy", "stale", "no_comm", "unwrapped", "hello", "corrupt",
-           "comms_made")  # fmt: skip
+           "comms_made", "history")  # fmt: skip
 _MAX_COMMS = 1024
 _UNTOLD = ("unmatched", "untold", "exhausted", "busy", "unbound")  # enum seg_gpu_figure
 GPU_TAKEN, GPU_OLD, GPU_NO_PATH, GPU_OFF, GPU_RISK, GPU_SLOW, GPU_AT_WORK = 1, 2, 3, 5, 6, 7, 16  # native/shim/gpu.h
@@ -250,8 +250,8 @@ class Segment:
         """Rows that are not what they were at the last call, summed over all threads; values are cumulative.
 
         They are those of the records that were drained: a call whose record still waits in a ring is not counted yet,
-        one that is under way is. What was overwritten, or taken by a reader before this one, is `lost`, and when
-        the process has ended (`is_over`) so is what it died over.
+        one that is under way is. What was overwritten before the first look is `filtered`, what was later is `lost`,
+        and when the process has ended (`is_over`) so is what it died over.
         """
         d = self._delta
         result = lib.segment__counts(self._c, is_over, d)
@@ -274,12 +274,23 @@ class Segment:
 
         overwritten and vital_full: records; no_ring, busy, stale: calls without a record; no_comm: operations without a
         number; unwrapped: function pointers handed out as they were; hello: the socket could not be told; corrupt:
-        times something made no sense; comms_made: communicators created, no loss; deep: 0, calls are recorded
-        however deep they nest.
+        times something made no sense; comms_made: communicators created, no loss; history: calls whose records were
+        overwritten before the first look, no loss; deep: 0, calls are recorded however deep they nest.
         """
         out = ffi.new("uint64_t[]", lib.SEGMENT_LOSSES)
         lib.segment__losses(self._c, out)
         return {**dict(zip(_LOSSES, map(int, out), strict=True)), "deep": 0}
+
+    def hold(self) -> None:
+        """Go on as its reader without taking anything; `drain` does it, too.
+
+        For five seconds no record of NCCL, of an error or of a long wait is overwritten that was not taken.
+        """
+        lib.segment__hold(self._c)
+
+    def whole_since_ns(self, clock: Clock) -> int:
+        """From when on no record had been overwritten at the first look; 0: from the beginning."""
+        return int(lib.segment__whole_since(self._c, clock.c))
 
     @property
     def gpu(self) -> int:

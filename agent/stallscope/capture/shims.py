@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
-from stallscope.capture.held import NO_WITNESS, ODD, UNTOLD, Held, added, is_of, losses_of, rank_rows, table_row
+from stallscope.capture.held import NO_WITNESS, Held, added, gap_of, is_of, losses_of, rank_rows, table_row
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
@@ -31,7 +31,6 @@ BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
 CATCH_UP_ROUNDS = 32
 UNREADY_NS, MAX_UNREADY = 2_000_000_000, 1024
-IDLE_LOOKS, MOST_REST = 10, 4
 LATE_NS = 1_000_000_000
 NCCL_HOOK = BY_NAME["ncclCommInitRank"].id
 NOTHING = SlotChanges([], b"", [], b"")
@@ -129,20 +128,25 @@ class Shims:
             self._note(target, f"its shim counts since its first call, which was {age_s:.0f} s before it was looked at")
 
     def _begin(self, held: Held, *, is_late: bool) -> None:
-        """Tell the libraries while they can be looked up. Of what was there before anybody looked, rings keep a part
-        and the table the outcome.
+        """Tell the libraries while they can be looked up. Of what was there before anybody looked, rings keep the
+        newest part and the table the outcome.
 
-        Records first: a creation that was recorded must not look like another one than the table's. Then the counters,
-        so that a reader knows how many records there should have been.
+        The table is read first, so as not to be ahead of the records, and told last: a creation that was recorded must
+        not look like another one than the table's. Before it the counters: how many records there should have been.
         """
+        table = self._guarded(held, held.segment.comms, []) if is_late else []
+        if table:
+            self._links.tell(held.target, (NCCL_HOOK,), held.begun_ns)
         rounds = CATCH_UP_ROUNDS if is_late else 0
         while rounds and self._drain(held):
             rounds -= 1
         now, target = self._now(), held.target
         send_changes(self._outbox.send, target, self.changed(target), now)
-        rows = [table_row(comm) for comm in self._guarded(held, held.segment.comms, [])] if is_late else []
-        if rows:
+        if table:
+            rows = [table_row(comm) for comm in table]
             self._outbox.send(Kind.COMMS, {"at_ns": now, "proc": target.proc, "comms": rows})
+        if is_late and (gap := self._guarded(held, lambda: held.history(self._counter), None)):
+            self._outbox.send(Kind.GAP, gap)
 
     def _unreadable(self, target: Target, file: tuple[int, int], why: str, *, is_own: bool) -> None:
         """One that is only found may not be finished yet: it is looked at again, and told when it stays as it is."""
@@ -161,16 +165,11 @@ class Shims:
             return
         self._note(target, f"a shim's segment is not read: {why}")
         if target is not None:
-            self._gap(target, f"the segment of its shim is not read: {why}")
+            self._outbox.send(Kind.GAP, gap_of(target, self._now(), f"the segment of its shim is not read: {why}"))
 
     def _note(self, target: Target | None, text: str) -> None:
         proc = target.proc if target else None
         self._outbox.send(Kind.NOTE, {"at_ns": self._now(), "proc": proc, "text": text})
-
-    def _gap(self, target: Target, reason: str) -> None:
-        now = self._now()
-        body = {"source": "shim", "proc": target.proc, "count": None, "from_ns": target.appeared_ns, "to_ns": now}
-        self._outbox.send(Kind.GAP, {**body, "reason": reason})
 
     def calibrate(self) -> None:
         """Compare the processes' counter with the clock; once a second."""
@@ -241,18 +240,11 @@ class Shims:
         batch = self._guarded(held, lambda: self._one_batch(held), None)
         held.unread = batch is not None and (batch.n_recs >= BATCH_RECORDS or batch.n_uids >= MAX_UIDS)
         if batch is not None:
-            self._pace(held, batch)
+            held.pace(batch)
             if batch.n_uids:  # which NCCL it is says how a communicator's hash comes about: before its creation
                 self._links.tell(held.target, (NCCL_HOOK,), held.begun_ns)
             self._outbox.send_records(batch)
         return held.unread
-
-    def _pace(self, held: Held, batch: Drained) -> None:
-        if batch.n_recs or batch.n_uids:
-            held.idle = held.rest = 0
-        else:
-            held.idle += 1
-            held.rest = MOST_REST if held.idle > IDLE_LOOKS else 0
 
     def _one_batch(self, held: Held) -> Drained:
         assert self._counter is not None
@@ -349,10 +341,8 @@ class Shims:
 
     def _tell_odd(self, held: Held) -> None:
         """What should not happen."""
-        losses = held.segment.losses() | held.segment.gpu_untold()
-        for name, what in (ODD | UNTOLD).items():
-            if losses.get(name):
-                self._note(held.target, f"shim: {losses[name]} {what}")
+        for text in held.odd():
+            self._note(held.target, text)
 
     def forget(self, target: Target) -> None:
         """The process has ended and all of it was told."""
@@ -373,7 +363,12 @@ class Shims:
     def poll_losses(self, now: int) -> None:
         """Place losses in time."""
         for held in self._held.values():
-            self._guarded(held, partial(held.losses.poll, now), None)
+            self._guarded(held, partial(self._poll_one, held, now), None)
+
+    def _poll_one(self, held: Held, now: int) -> None:
+        """Also while nothing is read because the aggregator is slow: what waits must not be overwritten."""
+        held.losses.poll(now)
+        held.segment.hold()
 
     def close_losses(self, now: int) -> None:
         """Tell what was lost since the last look."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from stallscope.aggregate.process import Process
+from stallscope.aggregate.process import SHIM, Process
 from stallscope.aggregate.state import State
 
 __all__ = ["Accounting", "account"]
@@ -19,6 +19,7 @@ class Accounting:
     """The equation `events + lost + sampled_out + filtered == calls`, and what it says of the numbers.
 
     Attributes:
+        history: those of `filtered` that a shim counted before the attach, and whose records nobody read.
         missing: calls that no term explains; negative: records of calls that no counter knows.
         events_bounded: `events` (and what rests on records) is a lower bound.
         blind: process (None: every one) -> hooks (None: all of them) whose counts and totals are lower bounds.
@@ -29,6 +30,7 @@ class Accounting:
     lost: int
     sampled_out: int
     filtered: int
+    history: int
     calls: int
     events_bounded: bool
     blind: Blind
@@ -59,6 +61,7 @@ def account(state: State) -> Accounting:
         lost=lost,
         sampled_out=sampled_out,
         filtered=filtered,
+        history=sum(row.filtered for p in processes if p.source == SHIM for row in p.counts.values()),
         calls=calls,
         events_bounded=not ended or missing > 0,
         blind=_blind(state, balances, ended),

@@ -15,7 +15,7 @@ def pair_base(state: State, issuer: Issuer, place: Place, kind: int, peer: int) 
     NCCL does not count them. But collectives of both ends on one communicator are numbered alike, and programs don't
     send across one: counting from the first such collective that both records have, the ends agree.
     """
-    if place.how == "exact":
+    if place.how == "exact" and place.late_ns is None:
         return 0
     kept = place.pair_base.get((kind, peer))
     if kept is not None:
@@ -24,22 +24,23 @@ def pair_base(state: State, issuer: Issuer, place: Place, kind: int, peer: int) 
     if other is None:
         return None
     theirs, their_place = other
-    anchor = _anchor(issuer, theirs)
+    anchor = _anchor((issuer, place), (theirs, their_place))
     if anchor is None:
         return None
-    place.pair_base[kind, peer] = -_before(issuer, anchor, place.pointer, kind, peer)
     back = RECV if kind == SEND else SEND
-    their_place.pair_base[back, place.rank] = -_before(theirs, anchor, their_place.pointer, back, place.rank)
-    return place.pair_base[kind, peer]
+    mine = _before(issuer, anchor, place, kind, peer)
+    other_end = _before(theirs, anchor, their_place, back, place.rank)
+    if mine is None or other_end is None:
+        return None
+    place.pair_base[kind, peer], their_place.pair_base[back, place.rank] = -mine, -other_end
+    return -mine
 
 
 def settle_pairs(state: State) -> None:
     """Find what can be found while the logs still reach back to the attach."""
     for issuer in state.operations.issuers.values():
-        if issuer.log.total > len(issuer.log):
-            continue
         for place in issuer.places.values():
-            if place.how != "read":
+            if place.how != "read" and place.late_ns is None:
                 continue
             for kind, peer in place.peers:
                 pair_base(state, issuer, place, kind, peer)
@@ -56,29 +57,35 @@ def _other_end(state: State, place: Place, peer: int) -> tuple[Issuer, Place] | 
 Anchor = tuple[int, int]  # index of a communicator in Arrivals, number of a collective on it
 
 
-def _anchor(one: Issuer, two: Issuer) -> Anchor | None:
+def _anchor(*ends: tuple[Issuer, Place]) -> Anchor | None:
     """The first collective, on the communicator that both share with the most members, that both logs hold."""
-    firsts = [_firsts(issuer) for issuer in (one, two)]
+    firsts = [_firsts(issuer, place.late_ns or 0) for issuer, place in ends]
     shared = firsts[0].keys() & firsts[1].keys()
     found = [(comm, max(firsts[0][comm], firsts[1][comm])) for comm in sorted(shared)]
     return found[0] if found else None
 
 
-def _firsts(issuer: Issuer) -> dict[int, int]:
-    """By communicator whose numbers are known: the first collective since the attach; only while the log holds it."""
-    if issuer.log.total > len(issuer.log):
-        return {}
-    known = [p for p in issuer.places.values() if p.comm >= 0 and p.how in ("exact", "read") and p.collectives]
-    return {place.comm: place.base or 0 for place in known}
+def _firsts(issuer: Issuer, since_ns: int) -> dict[int, int]:
+    """By communicator whose numbers are known: the first collective in the log, from that instant on."""
+    rows = issuer.log.newest(len(issuer.log))
+    rows = rows[(rows["kind"] == COLLECTIVE) & (rows["ts_ns"] >= since_ns)]
+    found = {}
+    for place in issuer.places.values():
+        numbers = rows["index"][rows["pointer"] == place.pointer]
+        if place.comm >= 0 and place.numbered and place.how in ("exact", "read") and len(numbers):
+            found[place.comm] = int(numbers[0]) + (place.base or 0)
+    return found
 
 
-def _before(issuer: Issuer, anchor: Anchor, pointer: int, kind: int, peer: int) -> int:
-    """How many sends (receives) to (from) that peer stand in the log before the anchor."""
+def _before(issuer: Issuer, anchor: Anchor, place: Place, kind: int, peer: int) -> int | None:
+    """How many sends (receives) to (from) that peer were counted before the anchor; None where the log has it not."""
     rows = issuer.log.newest(len(issuer.log))
     comm, number = anchor
-    place = next(p for p in issuer.places.values() if p.comm == comm)
-    is_anchor = (rows["pointer"] == place.pointer) & (rows["kind"] == COLLECTIVE)
-    is_anchor &= rows["index"] == number - (place.base or 0)
-    end = int(is_anchor.argmax()) if is_anchor.any() else 0
-    mine = (rows["pointer"][:end] == pointer) & (rows["kind"][:end] == kind) & (rows["root"][:end] == peer)
-    return int(mine.sum())
+    there = next(p for p in issuer.places.values() if p.comm == comm)
+    is_anchor = (rows["pointer"] == there.pointer) & (rows["kind"] == COLLECTIVE)
+    is_anchor &= rows["index"] == number - (there.base or 0)
+    if not is_anchor.any():
+        return None
+    later = rows[int(is_anchor.argmax()) :]
+    mine = later["index"][(later["pointer"] == place.pointer) & (later["kind"] == kind) & (later["root"] == peer)]
+    return int(mine[0]) if len(mine) else place.peers.get((kind, peer), 0)

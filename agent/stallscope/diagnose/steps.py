@@ -240,7 +240,9 @@ class Steps:
         places = [*issuer.places.values(), *issuer.old_places]
         is_lost = issuer.missing or issuer.tape.dropped or track.dropped or any(place.missed for place in places)
         ended = self._state.complete and self._state.dropped is None
-        waits = sum(row.lost for hook, row in issuer.process.counts.items() if hook in self._wait | self._copy)
+        waits = sum(
+            row.lost + row.filtered for hook, row in issuer.process.counts.items() if hook in self._wait | self._copy
+        )
         is_blind = track.in_front or track.anchor is None or track.anchor.kind != NCCL
         if is_blind and self._linked_late(issuer.process.proc):
             return "lower_bound"

@@ -38,10 +38,12 @@ def counted(report: Row) -> str:
     capture = report["capture"]
     mark = "≥" if any(at_least(c, "count") for c in report["calls"]) else at_least(capture, "duration_ns")
     filtered = sum(capture["filtered"].values())
+    history = capture["filtered"].get("before the attach", 0)
     made = sum(c["count"] for c in report["calls"])
     if mark:  # a recording that is cut has records whose counters had not come yet
         made = max(made, capture["events"] + capture["lost"] + capture["sampled_out"] + filtered)
-    more = f", {count(filtered)} filtered" if filtered else ""
+    more = f", {count(filtered - history)} filtered" if filtered > history else ""
+    more += f", {count(history)} before the attach" if history else ""
     return (
         f"calls made: {mark}{count(made)} ({least(capture, 'events', count)} recorded, "
         f"{least(capture, 'lost', count)} lost, {least(capture, 'sampled_out', count)} not sampled{more})"

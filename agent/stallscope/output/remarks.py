@@ -54,6 +54,8 @@ def _gap(gap: Row, pids: dict[int, int]) -> str:
     where = f"pid {pids.get(gap['proc'], '?')}" if gap["proc"] is not None else "all processes"
     missed = "unknown calls" if gap["count"] is None else f"{count(gap['count'])} records"
     span = duration(gap["to_ns"] - gap["from_ns"])
+    if gap["reason"] == "before the attach":
+        return f"{where}: {count(gap['count'])} calls of the first {span} are only counted: they were before the attach"
     return f"{where}: {missed} missed in {span} at {duration(gap['from_ns'])} ({clean(gap['reason'])})"
 
 

@@ -86,7 +86,7 @@ def _capture(state: State, lineage: Lineage, accounting: Accounting) -> Row:
         "lost": accounting.lost,
         "lost_by": {name: n for name, n in sorted(state.lost_by.items()) if n},
         "sampled_out": accounting.sampled_out,
-        "filtered": {"rule": accounting.filtered} if accounting.filtered else {},
+        "filtered": _filtered(accounting),
         "gaps": [_gap(state, gap) for gap in sorted(state.gaps, key=lambda g: (g.from_ns, g.to_ns))],
         "notes": _notes(state, accounting) + time_outs(state, lineage),
         "cost": _cost(state),
@@ -95,6 +95,11 @@ def _capture(state: State, lineage: Lineage, accounting: Accounting) -> Row:
     bound(row, not ended, "duration_ns", "lost", "sampled_out")
     bound(row, accounting.events_bounded, "events")
     return row
+
+
+def _filtered(accounting: Accounting) -> Row:
+    found = {"rule": accounting.filtered - accounting.history, "before the attach": accounting.history}
+    return {why: calls for why, calls in found.items() if calls}
 
 
 def _sources(state: State) -> list[str]:
