@@ -14,12 +14,14 @@ from stallscope.diagnose.hidden import hidden
 from stallscope.diagnose.incident import Findings
 from stallscope.diagnose.lineage import Lineage
 from stallscope.diagnose.stalls import Stall, stalls
+from stallscope.diagnose.startup import start_up
 from stallscope.output.calls import call_rows
 from stallscope.output.flight import flight_rows
 from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
 from stallscope.output.lineage import context_row, time_outs
 from stallscope.output.rows import Row, bound, since
+from stallscope.output.startup import startup_notes, startup_rows
 from stallscope.output.steps import steps_row
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
@@ -42,9 +44,12 @@ def build_report(state: State, findings: Findings) -> Row:
     processes = [_process(state, lineage, p) for p in table]
     communicators = [_communicator(state, c) for c in state.communicators.table.values()]
     names = Names(processes, communicators)
+    beginning = start_up(state, lineage, findings.steps)
+    capture = _capture(state, lineage, accounting)
+    capture["notes"] += startup_notes(state, beginning)
     return {
         "schema": SCHEMA,
-        "capture": _capture(state, lineage, accounting),
+        "capture": capture,
         "processes": processes,
         "calls": call_rows(state, accounting),
         "communicators": communicators,
@@ -54,7 +59,7 @@ def build_report(state: State, findings: Findings) -> Row:
         "episodes": episode_rows(state, findings, names),
         "incidents": incident_rows(state, findings, names),
         "witnesses": witness_rows(state, findings),
-        "startup": [],
+        "startup": startup_rows(state, beginning),
         "steps": steps_row(state, findings.steps),
         "workers": [],
         "gpu": gpu_rows(state),
