@@ -137,6 +137,7 @@ class Loop(ABC):
         if self.outbox.bulk_ok:
             self._suspicion.step()
             self._start_places.step()
+        self.outbox.flush()
 
     @abstractmethod
     def _mark(self) -> None:

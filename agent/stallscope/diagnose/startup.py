@@ -153,10 +153,11 @@ class _StartUp:
         program = self._state.beginnings.programs[process.proc][-1]
         parent = self._state.beginnings.program_at(process.parent or 0, lasted.from_ns)
         is_subshell = parent is not None and program.cmdline == parent.cmdline
+        what = ["(subshell)"] if is_subshell else program.cmdline or [program.name]
+        seen = waited if waited and waited.ns else None
         return Command(
-            process.proc, ["(subshell)"] if is_subshell else program.cmdline or [program.name], _title(parent), False,
-            *lasted, covered(own), process.exit is None, self._is_exact(process), waited if waited and waited.ns else None, process.exit,
-            self._ignored(process), blocked if awaited else 0,
+            process.proc, what, _title(parent), False, *lasted, covered(own), process.exit is None,
+            self._is_exact(process), seen, process.exit, self._ignored(process), blocked if awaited else 0,
         )  # fmt: skip
 
     def _own(self, process: Process, lasted: Span) -> list[Span]:
