@@ -44,15 +44,17 @@ class Beginnings:
 
         It began when its fork was seen (`at_ns`), which is exact; where it was met later, /proc knows the tick.
         """
-        proc, at_ns, start_ns = integer(body, "proc"), integer(body, "at_ns"), integer(body, "start_ns")
+        proc, at_ns, start_ns = integer(body, "proc"), maybe_integer(body, "at_ns", 0), integer(body, "start_ns")
         if proc not in self.programs:
-            began = at_ns if abs(at_ns - start_ns) <= TICK_NS else start_ns
+            began = at_ns if at_ns is not None and abs(at_ns - start_ns) <= TICK_NS else start_ns
             self.programs[proc] = [Program(began, text(body, "name"), texts(body, "cmdline"))]
 
     def image(self, body: Body) -> None:
         """An IMAGE frame of a process that is in the table; beyond the limit the newest program counts."""
         programs = self.programs[integer(body, "proc")]
-        program = Program(integer(body, "at_ns"), text(body, "name"), texts(body, "cmdline"))
+        at_ns = maybe_integer(body, "at_ns", 0)
+        at_ns = programs[-1].at_ns if at_ns is None else at_ns
+        program = Program(at_ns, text(body, "name"), texts(body, "cmdline"))
         if self._overflow.full("programs of a process", len(programs)):
             programs[-1] = program
         else:

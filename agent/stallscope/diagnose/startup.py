@@ -78,12 +78,16 @@ class _StartUp:
         self._trainers = [p for p in table.values() if p.traced and lineage.role(p.proc) == TRAINER]
         self._above = {one.proc for p in self._trainers for one in lineage.ancestors(p.proc)}
         self._waits = Waits(state)
-        self._began = {proc: programs[0].at_ns for proc, programs in state.beginnings.programs.items()}
+        self._began = {proc: self._programs(p)[0].at_ns for proc, p in table.items()}
         self._last_child: dict[int, int] = {}
         for p in table.values():
             if p.parent is not None:
                 self._last_child[p.parent] = max(self._last_child.get(p.parent, 0), self._began[p.proc])
         self._family = self._longest()
+
+    def _programs(self, process: Process) -> list[Program]:
+        known = self._state.beginnings.programs.get(process.proc)
+        return known or [Program(process.start_ns, process.name, process.cmdline)]
 
     def _longest(self) -> dict[int, list[Process]]:
         """By parent: its children that lasted long enough to matter, at most so many in all."""
@@ -150,7 +154,7 @@ class _StartUp:
         waited = max((w.within(own) for w in waits), key=lambda w: w.ns, default=None)
         awaited = self._awaited(process, lasted, end)
         blocked = sum(w.ns for w in (w.within(own) for w in waits) if w.task.syscall and not is_for_child(w.task))
-        program = self._state.beginnings.programs[process.proc][-1]
+        program = self._programs(process)[-1]
         parent = self._state.beginnings.program_at(process.parent or 0, lasted.from_ns)
         is_subshell = parent is not None and program.cmdline == parent.cmdline
         what = ["(subshell)"] if is_subshell else program.cmdline or [program.name]
@@ -198,7 +202,7 @@ class _StartUp:
         if ended is None or parent is None or not (ended.code or ended.signal):
             return None
         later = [self._last_child[parent.proc]]
-        later += [one.at_ns for one in self._state.beginnings.programs[parent.proc][1:]]
+        later += [one.at_ns for one in self._programs(parent)[1:]]
         went_on = any(ns > ended.at_ns for ns in later)
         if parent.exit is not None:
             went_on = went_on or parent.exit.code == 0

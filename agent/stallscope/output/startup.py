@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["startup_notes", "startup_rows", "startup_section"]
 
 LINE, SHOWN, WORDS = 150, 5, 60
-LEAST_NS = 200_000_000
+LEAST_NS, WORTH_NS = 200_000_000, 1_000_000_000
 NAMES = {
     "imports": "interpreter and imports", "loading": "loading", "first_cuda_call": "first CUDA call",
     "context": "context", "communicators": "communicators", "first_launch": "first launch", "warm_up": "warm-up",
@@ -38,16 +38,18 @@ def startup_notes(state: State, found: StartUp) -> list[str]:
     notes = []
     if found.left_out:
         notes.append(f"start-up: {found.left_out} shorter commands are not listed")
-    if not found.commands and not found.phases:
-        return notes
     capture = state.capture
-    start = capture.start_mono_ns if capture else 0
-    roots = [p for p in state.processes.table.values() if p.traced and p.start_ns < start]
-    if roots and "bpf" in (capture.sources if capture else []):
-        before = duration(start - min(p.start_ns for p in roots))
-        notes.append(f"start-up: {before} of it were before the capture: commands that had ended by then are not seen")
-    if "bpf" not in (capture.sources if capture else []):
+    if not found.commands or capture is None:
+        return notes
+    if "bpf" not in capture.sources:
         notes.append("start-up: commands that ended within a second may not have been seen")
+        return notes
+    oldest = min((p.start_ns for p in state.processes.table.values() if p.traced), default=capture.start_mono_ns)
+    before_ns = capture.start_mono_ns - oldest
+    if before_ns >= LEAST_NS:
+        notes.append(
+            f"start-up: {duration(before_ns)} of it were before the capture: commands that had ended are not seen"
+        )
     return notes
 
 
@@ -154,7 +156,7 @@ def _way(report: Row, rows: list[Row]) -> str:
     known = [row for row in rows if row["proc"] == first and row["duration_ns"] is not None]
     parts = [f"{NAMES.get(row['what'], row['what'])} {at_least(row, 'duration_ns')}{duration(row['duration_ns'])}"
              for row in known if row["what"] != "context"]  # fmt: skip
-    if not parts:
+    if not parts or sum(row["duration_ns"] for row in known) < WORTH_NS:
         return ""
     ranks = {p["proc"]: p["global_rank"] for p in report["processes"]}
     whose = f"rank {ranks[first]}" if first is not None and ranks.get(first) is not None else "the trainer"
