@@ -63,6 +63,7 @@ class Population:
         self._by_slot: dict[int, Target] = {}
         self._dead: list[_Ended] = []
         self._strange_slots: set[tuple[int, int]] = set()
+        self._without_record: set[int] = set()
         self._next_proc = 1
         self._young: dict[int, tuple[int, Target, int]] = {}
         self._reaper = reaper
@@ -286,10 +287,12 @@ class Population:
             self._dead.append(_Ended(target, code, ts_ns, self._tables.newest()))
 
     def check(self) -> None:
-        """Processes whose exit record was lost: their pidfd tells."""
+        """Processes whose exit record was lost: their pidfd tells, two looks in a row: it may be in the ring."""
+        ended = {target.proc for target in self.live() if target.pidfd >= 0 and _pidfd_ended(target.pidfd)}
         for target in self.live():
-            if target.pidfd >= 0 and _pidfd_ended(target.pidfd):
+            if target.proc in ended & self._without_record:
                 self._exited(target.pid, -1, self._clock())
+        self._without_record = ended
         self._reconcile()
         self.ancestors.check()
 

@@ -134,9 +134,12 @@ def _waited(row: Row) -> str:
 
 
 def _file(name: str) -> str:
+    """Of a long path the end tells more than the beginning."""
     if name.startswith("pipe:"):
         return "a pipe"
-    return "a socket" if name.startswith("socket:") else cut(name, WORDS)
+    if name.startswith("socket:"):
+        return "a socket"
+    return clean(name) if len(name) <= WORDS else f"..{clean(name[-(WORDS - 2) :])}"
 
 
 def _ending(row: Row) -> str:
