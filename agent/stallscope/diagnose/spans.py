@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Span", "covered", "minus"]
+__all__ = ["Span", "covered", "minus", "union"]
 
 
 class Span(NamedTuple):
@@ -30,11 +30,17 @@ def minus(spans: list[Span], taken: Iterable[Span]) -> list[Span]:
     return spans
 
 
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as disjoint stretches, in order."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.from_ns <= found[-1].to_ns:
+            found[-1] = Span(found[-1].from_ns, max(found[-1].to_ns, span.to_ns))
+        else:
+            found.append(span)
+    return found
+
+
 def covered(spans: Iterable[Span]) -> int:
     """How long they are together, ns; what several of them cover counts once."""
-    total, upto = 0, None
-    for span in sorted(spans):
-        begin = span.from_ns if upto is None else max(span.from_ns, upto)
-        total += max(0, span.to_ns - begin)
-        upto = span.to_ns if upto is None else max(upto, span.to_ns)
-    return total
+    return sum(span.to_ns - span.from_ns for span in union(spans))

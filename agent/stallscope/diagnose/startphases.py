@@ -80,8 +80,10 @@ class _Phases:
         self._exec_ns = programs[-1].at_ns if programs else process.start_ns
         start = state.capture.start_mono_ns if state.capture else 0
         firsts = [link for link in process.links if link.library != "NCCL"]
-        first = min(firsts, key=lambda link: link.appeared_ns, default=None)
-        self._was_seen = self._exec_ns >= start or (first is not None and first.appeared_ns > start)
+        first = min(firsts, key=lambda link: link.at_ns, default=None)
+        # A library that was there already appears, by its frame, when it is linked.
+        self._was_seen = self._exec_ns >= start or (first is not None and first.appeared_ns < first.at_ns)
+        self._is_whole = self._exec_ns >= start
         self._sure = not any(gap.proc in (None, process.proc) for gap in state.gaps)
 
     def rows(self) -> list[Phase]:
@@ -110,7 +112,7 @@ class _Phases:
         why = "until the first CUDA library was mapped" if mapped is not None else "until the first CUDA call"
         # Under `run` an exec is noticed at the next look at /proc.
         is_late = self._process.source != "bpf" and len(self._state.beginnings.programs.get(self._process.proc, [])) > 1
-        about = "estimated" if is_late else None
+        about = "estimated" if is_late or not self._is_whole else None
         return self._row(name, self._exec_ns, max(0, end - self._exec_ns), at_is=about, ns_is=about, why=why)
 
     def _first_call(self) -> list[Phase]:

@@ -10,7 +10,7 @@ from stallscope.aggregate.beginnings import Program
 from stallscope.aggregate.process import Exit, Process
 from stallscope.aggregate.state import State
 from stallscope.diagnose.lineage import TRAINER, WORKER, Lineage
-from stallscope.diagnose.spans import Span, covered, minus
+from stallscope.diagnose.spans import Span, covered, minus, union
 from stallscope.diagnose.startphases import Phase, phases, steady_ns
 from stallscope.diagnose.startwaits import Wait, Waits, is_for_child, is_pipe
 from stallscope.diagnose.steps import StepsFound
@@ -20,7 +20,9 @@ __all__ = ["Command", "StartUp", "start_up"]
 
 MOST_COMMANDS, MOST_WAITS, MOST_LOOKED = 64, 16, 512
 SHORTEST_NS = 50_000_000
+DEPTH = 16
 LEAST_NS = 200_000_000  # what is shorter is nothing to act on
+SLEEPS = ("nanosleep", "clock_nanosleep")  # who looks after children again and again
 TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
 
@@ -75,8 +77,8 @@ class _StartUp:
     def __init__(self, state: State, lineage: Lineage, steps: StepsFound | None) -> None:
         self._state, self._lineage, self._steps = state, lineage, steps
         table = state.processes.table
-        self._trainers = [p for p in table.values() if p.traced and lineage.role(p.proc) == TRAINER]
-        self._above = {one.proc for p in self._trainers for one in lineage.ancestors(p.proc)}
+        self._trainers = {p.proc: p for p in table.values() if p.traced and lineage.role(p.proc) == TRAINER}
+        self._above = {one.proc for proc in self._trainers for one in lineage.ancestors(proc)}
         self._waits = Waits(state)
         self._began = {proc: self._programs(p)[0].at_ns for proc, p in table.items()}
         self._last_child: dict[int, int] = {}
@@ -84,6 +86,8 @@ class _StartUp:
             if p.parent is not None:
                 self._last_child[p.parent] = max(self._last_child.get(p.parent, 0), self._began[p.proc])
         self._family = self._longest()
+        self._known_writers: dict[int, list[Span]] = {}
+        self._others = {p.proc: p for p in self._of_others()}
 
     def _programs(self, process: Process) -> list[Program]:
         known = self._state.beginnings.programs.get(process.proc)
@@ -104,28 +108,28 @@ class _StartUp:
 
     def found(self) -> StartUp:
         """All of it."""
-        steady = steady_ns(self._trainers, self._steps)
+        steady = steady_ns(self._trainers.values(), self._steps)
         end = steady if steady is not None else self._last_begin()
         commands = [self._command(p, end) for p in self._of_commands(end)]
-        commands += [row for p in self._of_others() for row in self._own_waits(p, end)]
+        commands += [row for p in self._others.values() for row in self._own_waits(p, end)]
         longest = sorted(commands, key=lambda c: (-c.avoidable_ns, -c.own_ns, c.from_ns, c.proc))[:MOST_COMMANDS]
         kept = sorted(longest, key=lambda c: (c.from_ns, c.proc))
         worst = max(range(len(kept)), key=lambda i: kept[i].avoidable_ns, default=None)
         if worst is not None and kept[worst].avoidable_ns < LEAST_NS:
             worst = None
-        rows = phases(self._state, self._trainers, self._steps)
+        rows = phases(self._state, list(self._trainers.values()), self._steps)
         return StartUp(kept, rows, worst, steady, len(commands) - len(kept))
 
     def _last_begin(self) -> int | None:
         """Without steps: the newest trainer's first launch, or first call; None where no trainer has come so far."""
-        firsts = [p.first_launch_ns or p.first_cuda_ns for p in self._trainers]
+        firsts = [p.first_launch_ns or p.first_cuda_ns for p in self._trainers.values()]
         known = [ns for ns in firsts if ns is not None]
         return max(known) if known and len(known) == len(firsts) else None
 
     def _of_commands(self, end: int | None) -> Iterable[Process]:
         for p in self._state.processes.table.values():
             parent = self._state.processes.table.get(p.parent) if p.parent is not None else None
-            is_job = p in self._trainers or p.proc in self._above or self._lineage.role(p.proc) == WORKER
+            is_job = p.proc in self._trainers or p.proc in self._above or self._lineage.role(p.proc) == WORKER
             if parent is None or not parent.traced or is_job or is_service(p):
                 continue
             if end is None or self._began[p.proc] < end:
@@ -135,7 +139,7 @@ class _StartUp:
         """Those whose own waiting holds the start-up up: launchers and trainers."""
         table = self._state.processes.table
         roots = [p for p in table.values() if p.traced and (p.parent is None or not table[p.parent].traced)]
-        chosen = {p.proc: p for p in [*roots, *self._trainers]}
+        chosen = {p.proc: p for p in [*roots, *self._trainers.values()]}
         chosen |= {proc: table[proc] for proc in self._above if table[proc].traced}
         return chosen.values()
 
@@ -152,8 +156,8 @@ class _StartUp:
         own = self._own(process, lasted)
         waits = self._waits.of(process.proc, lasted.to_ns)
         waited = max((w.within(own) for w in waits), key=lambda w: w.ns, default=None)
-        awaited = self._awaited(process, lasted, end)
         blocked = sum(w.ns for w in (w.within(own) for w in waits) if w.task.syscall and not is_for_child(w.task))
+        awaited = blocked >= LEAST_NS and self._awaited(process, end)
         program = self._programs(process)[-1]
         parent = self._state.beginnings.program_at(process.parent or 0, lasted.from_ns)
         is_subshell = parent is not None and program.cmdline == parent.cmdline
@@ -166,35 +170,49 @@ class _StartUp:
 
     def _own(self, process: Process, lasted: Span) -> list[Span]:
         """The time that is neither its children's nor that of those that fill the pipe it reads from."""
+        waits = self._waits.of(process.proc, lasted.to_ns)
+        children = [self._lasted(one) for one in self._family.get(process.proc, [])]
+        if not waits:
+            return minus([lasted], children)
+        writers = self._writers(process.parent) if any(is_pipe(w.task) for w in waits) else []
         own = [lasted]
-        for w in self._waits.of(process.proc, lasted.to_ns):
-            if is_for_child(w.task) or is_pipe(w.task):
-                others = [self._lasted(one) for one in self._work_of(process, children_only=is_for_child(w.task))]
-                own = minus(own, [span for other in others for span in other.common([w.span])])
-        if not self._waits.of(process.proc, lasted.to_ns):
-            own = minus(own, [self._lasted(one) for one in self._work_of(process, children_only=True)])
+        for kind, others in ((is_for_child, children), (is_pipe, [*children, *writers])):
+            stays = union(w.span for w in waits if kind(w.task))
+            own = minus(own, [span for stay in stays for span in stay.common(union(others))])
         return own
 
-    def _work_of(self, process: Process, *, children_only: bool) -> list[Process]:
-        children = self._family.get(process.proc, [])
-        if children_only or process.parent is None:
-            return children
-        siblings = [one for one in self._family.get(process.parent, []) if one is not process]
-        return children + [one for one in siblings if not self._reads_pipe(one)]
+    def _writers(self, parent: int | None) -> list[Span]:
+        """When children of that process ran that read no pipe themselves."""
+        if parent is None:
+            return []
+        if parent not in self._known_writers:
+            family = self._family.get(parent, [])
+            self._known_writers[parent] = union(self._lasted(one) for one in family if not self._reads_pipe(one))
+        return self._known_writers[parent]
 
     def _reads_pipe(self, process: Process) -> bool:
         return any(is_pipe(w.task) for w in self._waits.of(process.proc, self._lasted(process).to_ns))
 
-    def _awaited(self, process: Process, lasted: Span, end: int | None) -> bool:
-        """Whether who started it waited for it, and it did not outlive the start-up: then nobody waited for it."""
-        if end is not None and lasted.to_ns > end:
-            return False
-        parent = process.parent if process.parent is not None else -1
-        spans = [w.span for w in self._waits.of(parent, self._state.now_ns) if is_for_child(w.task) or is_pipe(w.task)]
-        known = [w.span for w in self._waits.of(parent, self._state.now_ns)]
-        seen = covered(lasted.common(known))
-        # A parent that was never looked at meanwhile: it may have waited.
-        return 2 * covered(lasted.common(spans)) >= seen
+    def _awaited(self, process: Process, end: int | None) -> bool:
+        """Whether who started it waited for it, and others for him, up to a launcher or trainer.
+
+        What outlives the start-up was not waited for.
+        """
+        for _ in range(DEPTH):
+            lasted, parent = self._lasted(process), self._state.processes.table.get(process.parent or 0)
+            if parent is None or (end is not None and lasted.to_ns > end) or not self._waits_for(parent, lasted):
+                return False
+            if parent.proc in self._others:
+                return True
+            process = parent
+        return False
+
+    def _waits_for(self, parent: Process, child: Span) -> bool:
+        """Whether a process waited for children most of the time that one ran; so where it was never looked at."""
+        waits = [w for w in self._waits.of(parent.proc, self._state.now_ns) if child.common([w.span])]
+        idle = [w.span for w in waits if is_for_child(w.task) or is_pipe(w.task) or w.task.syscall in SLEEPS]
+        waited = covered(child.common(idle))
+        return 2 * waited >= covered(child.common(w.span for w in waits))
 
     def _ignored(self, process: Process) -> bool | None:
         """Whether its parent went on after its failure: ran on for long, began something else, or ended well."""
@@ -212,10 +230,10 @@ class _StartUp:
         """What a launcher or trainer itself waited for, until its first CUDA call."""
         lasted, rows = self._lasted(process), []
         until = min(ns for ns in (lasted.to_ns, end, process.first_cuda_ns) if ns is not None)
-        children = [self._lasted(one) for one in self._work_of(process, children_only=True)]
+        children = union(self._lasted(one) for one in self._family.get(process.proc, []))
         for w in self._waits.of(process.proc, until):
             # A launcher whose children run looks after them, however it waits.
-            looks_after = process not in self._trainers or is_for_child(w.task) or is_pipe(w.task)
+            looks_after = process.proc not in self._trainers or is_for_child(w.task) or is_pipe(w.task)
             own = minus([w.span], children) if looks_after else [w.span]
             wait = w.within(own)
             if w.task.syscall is None or wait.ns < LEAST_NS or (w.task.file or "").startswith(TERMINALS):
