@@ -220,6 +220,7 @@ def small() -> Kit:
     kit.add(Kind.NOTE, at_ns=kit.now, proc=1, text="a note")
     kit.add(Kind.CONTEXT, at_ns=kit.now, proc=1, env={"RANK": "1", "OTEL_X": "a=b"}, like=None, overwritten=False, seen=True,
             gone=["OTEL_X"], own={"LOCAL_RANK": "0"})  # fmt: skip
+    kit.add(Kind.PLACE, at_ns=kit.now, proc=1, last_ns=START, thread=[4242, "x", "S", "read", "w", "/f", 0])
     kit.add(Kind.LOST, at_ns=kit.now, places={"bulk ring full": 0, "vital ring full": 0})
     devices = [[0, "GPU-0", 99, 78_000, 700_000, 1755, 1980, 5 << 30, 0, [4242]], [1, *[None] * 8, []]]
     kit.add(Kind.GPU, at_ns=kit.now, note="NVML: GPU 1: lost", devices=devices)

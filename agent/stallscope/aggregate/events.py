@@ -23,11 +23,18 @@ LAST_KIND = QUEUED
 NESTED, ENTERED, NO_OUT, NO_SEQ, LEFT = 1, 2, 8, 32, 64
 WIRE_PROCS = 128
 LONGEST = 5
+MAX_NS = 1 << 62
 COMM_BITS = 57  # user addresses end there with five page table levels
 
 # A DONE whose ENTER was sent is the second record of one call.
 _KINDS = range(LAST_KIND + 1)
 _IS_EVENT = np.array([kind <= ABANDONED and not (kind >= DONE and entered) for kind in _KINDS for entered in (0, 1)])
+
+
+def _first(stamps: NDArray[np.uint64], chosen: NDArray[np.bool_]) -> int | None:
+    """Where the earliest of the chosen records is."""
+    at = np.flatnonzero(chosen)
+    return int(at[stamps[at].argmin()]) if len(at) else None
 
 
 class Events:
@@ -106,14 +113,21 @@ class Events:
     ) -> None:
         stamps = recs["ts_ns"]
         earliest = int(stamps.min())
-        if all(p is None or (p.first_cuda_ns is not None and p.first_cuda_ns <= earliest) for p in self._slots):
+        if all(p is None or (p.first_launch_ns or MAX_NS) <= earliest for p in self._slots):
             return
-        is_cuda = self._hooks.is_cuda[hook] & (kind <= ABANDONED)
+        is_call = kind <= ABANDONED
+        is_cuda, is_launch = self._hooks.is_cuda[hook] & is_call, self._hooks.is_launch[hook] & is_call
         for place in np.unique(slot).tolist():
-            process, mine = self._slots[place], is_cuda & (slot == place)
-            if process is not None and mine.any():
-                first = int(stamps[mine].min())
-                process.first_cuda_ns = min(first, process.first_cuda_ns or first)
+            process, here = self._slots[place], slot == place
+            if process is None:
+                continue
+            if (at := _first(stamps, is_cuda & here)) is not None:
+                first = int(stamps[at])
+                if process.first_cuda_ns is None or first < process.first_cuda_ns:
+                    process.first_cuda_ns = first
+                    process.first_cuda_call = int(hook[at]), int(recs["dur_ns"][at])
+            if (at := _first(stamps, is_launch & here)) is not None:
+                process.first_launch_ns = min(int(stamps[at]), process.first_launch_ns or MAX_NS)
 
     def _longest(
         self, recs: NDArray[Any], hook: NDArray[np.uint16], slot: NDArray[np.uint16], chosen: NDArray[np.bool_]

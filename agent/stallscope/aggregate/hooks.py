@@ -63,6 +63,7 @@ class Hooks:
         self.is_creator = self.column(lambda h: h.name in COMM_CREATORS)
         self.is_numbered = self.column(lambda h: h.seq and h.comm >= 0)
         self.is_nccl = self.column(lambda h: h.library == "NCCL")
+        self.is_launch = self.column(lambda h: h.kind in ("launch", "graph") and "Launch" in h.name)
         self.is_cuda = self.column(lambda h: h.library in ("CUDART", "CUDA"))
 
     def column(self, test: Any) -> NDArray[np.bool_]:

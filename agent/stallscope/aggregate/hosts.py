@@ -8,7 +8,7 @@ from stallscope.aggregate.checks import BadField, integer, items, maybe_integer,
 from stallscope.aggregate.limits import Overflow
 from stallscope.wire.frames import Body
 
-__all__ = ["Host", "Hosts", "Stack", "Task"]
+__all__ = ["Host", "Hosts", "Stack", "Task", "task"]
 
 MAX_TASKS, MAX_FRAMES, MAX_TEXT = 64, 256, 512
 KEPT = 8
@@ -61,7 +61,7 @@ class Hosts:
 
     def look(self, body: Body) -> None:
         """A HOST frame."""
-        tasks = [_task(row) for row in items(body, "threads", MAX_TASKS)]
+        tasks = [task(row) for row in items(body, "threads", MAX_TASKS)]
         host = Host(integer(body, "at_ns"), integer(body, "calls"), tasks, _writing(body.get("writing")))
         self._keep(self.looks, integer(body, "proc"), host, "looks at hosts")
 
@@ -106,7 +106,8 @@ def _word(value: Any) -> str | None:
     return value[:MAX_TEXT] if value is not None else None
 
 
-def _task(row: Any) -> Task:
+def task(row: Any) -> Task:
+    """A row of `threads`. Raises BadField."""
     if not isinstance(row, list) or len(row) != 7 or not all(type(row[i]) is int and row[i] >= 0 for i in (0, 6)):
         raise BadField("threads holds no thread")
     return Task(row[0], _word(row[1]) or "", _word(row[2]) or "?", _word(row[3]), _word(row[4]), _word(row[5]), row[6])

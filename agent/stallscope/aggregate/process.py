@@ -55,6 +55,7 @@ class Exit(NamedTuple):
 class Process:
     """One process; `order` is its place in the stream, `events` the call events that it sent as records.
 
+    The first call of each hook is always recorded; `first_cuda_call`: (hook, ns that it took, 0 where it is not timed).
     `traced`: False for an ancestor of what is traced; `parent`: only one that was told before it.
     `env`: what its environment said at the exec of its place in the job. `entry_only`: hooks whose returns were not
     probed in some library of it, so that nothing is known of durations.
@@ -76,6 +77,8 @@ class Process:
     longest: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     events: int = 0
     first_cuda_ns: int | None = None
+    first_cuda_call: tuple[int, int] | None = None
+    first_launch_ns: int | None = None
     untimed: bool = False
     entry_only: set[int] = field(default_factory=set)
     runtime_calls_before_driver: int = 0

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stallscope.aggregate.beginnings import Beginnings
 from stallscope.aggregate.checks import (
     BadField,
     integer,
@@ -106,14 +107,16 @@ class State:
         self.cost: Cost | None = None
         self.processes = Processes(self.overflow)
         self.contexts = Contexts(self.overflow)
+        self.beginnings = Beginnings(self.overflow)
         self.flight = Flight(self.overflow)
         self.hosts = Hosts(self.overflow)
         self.ticked_ns = 0
         self.witnesses = Witnesses(self.overflow)
         self._begin(Hooks([]))
         self._take: dict[int, Callable[[Body], None]] = {
-            Kind.PROCESS: self.processes.add,
-            Kind.IMAGE: self.processes.image,
+            Kind.PROCESS: self._process,
+            Kind.IMAGE: self._image,
+            Kind.PLACE: self._place,
             Kind.EXIT: self._exit,
             Kind.LINK: self._link,
             Kind.EVENTS: self._events,
@@ -215,6 +218,19 @@ class State:
     def _tick(self, body: Body) -> None:
         self.ticked_ns = self.operations.now_ns = integer(body, "at_ns")
         self.operations.flush()
+
+    def _process(self, body: Body) -> None:
+        self.processes.add(body)
+        if integer(body, "proc") in self.processes.table:
+            self.beginnings.begin(body)
+
+    def _image(self, body: Body) -> None:
+        self.processes.image(body)
+        if integer(body, "proc") in self.processes.table:
+            self.beginnings.image(body)
+
+    def _place(self, body: Body) -> None:
+        self.beginnings.place(body, known=self.processes.get(body) is not None)
 
     def _exit(self, body: Body) -> None:
         self.processes.end(body)

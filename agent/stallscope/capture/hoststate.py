@@ -10,10 +10,11 @@ import itertools
 import os
 from typing import NamedTuple
 
+from stallscope.capture.blocked import read_up
 from stallscope.capture.procfs import clean
-from stallscope.capture.syscalls import TAKES_FD, syscall_name
+from stallscope.capture.syscalls import TAKES_FD, TAKES_PATH, syscall_name
 
-__all__ = ["MAX_THREADS", "HostThread", "WrittenFiles", "read_threads"]
+__all__ = ["MAX_THREADS", "HostThread", "WrittenFiles", "read_thread", "read_threads"]
 
 MAX_THREADS = 16
 MAX_FDS = 256
@@ -45,7 +46,7 @@ def read_threads(pid: int, callers: list[int]) -> list[HostThread]:
         return []
     order = dict.fromkeys([pid, *callers, *sorted(there)])
     chosen = itertools.islice((tid for tid in order if tid in there), MAX_THREADS)
-    return [thread for tid in chosen if (thread := _thread(pid, tid)) is not None]
+    return [thread for tid in chosen if (thread := read_thread(pid, tid)) is not None]
 
 
 def _read(path: str, limit: int = 4096) -> bytes:
@@ -61,7 +62,8 @@ def _text(raw: bytes | str) -> str:
     return clean(text[:MAX_TEXT])[:MAX_TEXT]
 
 
-def _thread(pid: int, tid: int) -> HostThread | None:
+def read_thread(pid: int, tid: int) -> HostThread | None:
+    """One thread; None when it is gone."""
     folder = f"/proc/{pid}/task/{tid}"
     try:
         head, _, rest = _read(f"{folder}/stat").rpartition(b")")
@@ -69,7 +71,7 @@ def _thread(pid: int, tid: int) -> HostThread | None:
         state, cpu_ticks = chr(fields[0][0]), int(fields[11]) + int(fields[12])
     except (OSError, ValueError, IndexError):
         return None
-    syscall, file = _syscall(folder)
+    syscall, file = _syscall(pid, folder)
     return HostThread(tid, _text(head.partition(b"(")[2]), state, syscall, _wchan(folder), file, cpu_ticks * _TICK_NS)
 
 
@@ -81,8 +83,9 @@ def _wchan(folder: str) -> str | None:
     return None if name in (b"", b"0") else _text(name)
 
 
-def _syscall(folder: str) -> tuple[str | None, str | None]:
-    """Name of the system call that the thread is in, and what its first argument is open on."""
+def _syscall(pid: int, folder: str) -> tuple[str | None, str | None]:
+    """Name of the system call that the thread is in, and the file: what its first argument is open on, or the path that
+    it was given."""
     try:
         words = _read(f"{folder}/syscall").split()
         number = int(words[0])  # "running" is no number
@@ -91,6 +94,10 @@ def _syscall(folder: str) -> tuple[str | None, str | None]:
     if number < 0:
         return None, None  # it waits outside of a system call: a page fault
     name = syscall_name(number)
+    place = TAKES_PATH.get(name)
+    if place is not None and len(words) > place + 1:
+        path = read_up(pid, int(words[place + 1], 16), MAX_TEXT).split(b"\0", 1)[0]
+        return name, _text(path) or None
     if name not in TAKES_FD or len(words) < 2:
         return name, None
     try:

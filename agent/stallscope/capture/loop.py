@@ -23,6 +23,7 @@ from stallscope.capture.rings import Thread
 from stallscope.capture.shimcomms import ShimComms
 from stallscope.capture.shims import Shims
 from stallscope.capture.stacks import Stacks
+from stallscope.capture.startplaces import StartPlaces
 from stallscope.capture.suspicion import EARLY_NS, Suspicion
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
@@ -87,6 +88,7 @@ class Loop(ABC):
         self._totals = Totals(outbox.send)
         self._shim_comms = CommReader(ShimComms(shims.comms_made, shims.comms), parser, outbox.send, samples=False)
         self._contexts = Contexts(parser, outbox.send, self._clock)
+        self._start_places = StartPlaces(outbox.send, self._clock)
         self._stacks = Stacks(outbox.send, self._clock)
         self._suspicion = Suspicion(self._open_tap, self._callers, outbox.send, self._clock, self._stacks)
         self._next_tick_ns = self._next_slow_ns = 0
@@ -134,6 +136,8 @@ class Loop(ABC):
             self._tick(now, told=self._is_told())
         if self.outbox.bulk_ok:
             self._suspicion.step()
+            self._start_places.step()
+        self.outbox.flush()
 
     @abstractmethod
     def _mark(self) -> None:
@@ -174,7 +178,12 @@ class Loop(ABC):
             self.outbox.send(Kind.TICK, {"at_ns": now})
 
     def _watch_images(self) -> None:
-        self.population.on_image = self.population.ancestors.on_image = self._contexts.began
+        self.population.ancestors.on_image = self._contexts.began
+        self.population.on_image = self._image
+
+    def _image(self, target: Target) -> None:
+        self._contexts.began(target)
+        self._start_places.began(target)
 
     def _everybody(self) -> list[Target]:
         return [*self.population.ancestors.live(), *self.population.live()]
@@ -268,7 +277,8 @@ class Loop(ABC):
 
     def _tell_oddities(self, now: int) -> None:
         """What should never happen; where it did, numbers above may be too small."""
-        for what, count in self._oddities().items():
+        turned_away = {"programs were not asked what they waited for": self._start_places.turned_away}
+        for what, count in {**self._oddities(), **turned_away}.items():
             if count:
                 self._note(now, f"{count} {what}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections import deque
 from typing import Any
@@ -13,6 +14,7 @@ __all__ = ["Outbox"]
 
 BULK_LIMIT_BYTES = 4 << 20
 HARD_LIMIT_BYTES = 16 << 20
+TOGETHER, TOGETHER_BYTES = 64, 32 << 10  # frames, and bytes of them, that go out at once
 
 
 class Outbox:
@@ -28,7 +30,7 @@ class Outbox:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self._socket = sock
         self._queue: deque[memoryview] = deque()
-        self.queued_bytes = 0
+        self.queued_bytes = self._unsent_bytes = 0
         self.broken = False
 
     @property
@@ -42,13 +44,18 @@ class Outbox:
         return self.queued_bytes < HARD_LIMIT_BYTES
 
     def send(self, kind: Kind, body: dict[str, Any]) -> None:
-        """Queue one frame and send what the socket takes now. A dead aggregator sets `broken`; nothing is raised."""
+        """Queue one frame; many go together, at the next `flush` or when they are many.
+
+        A dead aggregator sets `broken`; nothing is raised.
+        """
         if self.broken:
             return
         data = encode(kind, body)
         self._queue.append(memoryview(data))
         self.queued_bytes += len(data)
-        self.flush()
+        self._unsent_bytes += len(data)
+        if self._unsent_bytes >= TOGETHER_BYTES:
+            self.flush()
 
     def send_records(self, batch: Drained) -> None:
         """Queue a batch; ids first: a creation's entry carries the id and must not come after its return."""
@@ -59,9 +66,10 @@ class Outbox:
 
     def flush(self) -> None:
         """Send what the socket takes without waiting."""
+        self._unsent_bytes = 0
         while self._queue and not self.broken:
             try:
-                sent = self._socket.send(self._queue[0])
+                sent = self._socket.sendmsg(list(itertools.islice(self._queue, TOGETHER)))
             except BlockingIOError:
                 return
             except OSError:
@@ -69,9 +77,9 @@ class Outbox:
                 self._queue.clear()
                 return
             self.queued_bytes -= sent
-            if sent == len(self._queue[0]):
-                self._queue.popleft()
-            else:
+            while sent and sent >= len(self._queue[0]):
+                sent -= len(self._queue.popleft())
+            if sent:
                 self._queue[0] = self._queue[0][sent:]
 
     def close(self, timeout_s: float) -> bool:

@@ -14,7 +14,7 @@ from stallscope.capture.announcing import tell_image, tell_process
 from stallscope.capture.counting import send_changes
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
-from stallscope.capture.procfs import Facts, children_of, facts_of, parent_of
+from stallscope.capture.procfs import Facts, children_of, execed_facts, facts_of, forked_facts, parent_of
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.shims import Shims
@@ -26,6 +26,7 @@ from stallscope.wire.frames import Kind
 __all__ = ["Population"]
 
 FORK, EXEC, EXIT = 4, 5, 6
+YOUNG_NS = 30_000_000  # most commands of a script have ended by then
 _REC = struct.Struct("<QQIIHBBHBBIi8Q")
 
 
@@ -62,7 +63,9 @@ class Population:
         self._by_slot: dict[int, Target] = {}
         self._dead: list[_Ended] = []
         self._strange_slots: set[tuple[int, int]] = set()
+        self._without_record: set[int] = set()
         self._next_proc = 1
+        self._young: dict[int, tuple[int, Target, int]] = {}
         self._reaper = reaper
         self._sharing = sharing
         self._shims = shims
@@ -156,6 +159,7 @@ class Population:
             return
         target = self._enter(facts, slot, parent, pidfd, self._clock())
         self._announce(target)
+        self.on_image(target)
         # The process must be in the filter before its links exist, or their first hits are a stranger's.
         self._tables.procs.add(pid, slot, follow=self._follow)
 
@@ -175,7 +179,6 @@ class Population:
     def _announce(self, target: Target) -> None:
         tell_process(self._send, target)
         self._send(Kind.SLOT, {"slot": target.slot, "proc": target.proc, "at_ns": target.appeared_ns})
-        self.on_image(target)
 
     def event(self, record: bytes) -> None:
         """A process event from the life ring, one `wire_rec`."""
@@ -211,12 +214,27 @@ class Population:
         self._linker.link_forked(target, parent)
         with contextlib.suppress(OSError):  # gone again: what is known is the parent's
             target.pidfd = os.pidfd_open(pid)
-            facts = facts_of(pid)
-            if facts.cmdline:  # a zombie has none
-                target.facts = facts
+            target.facts = forked_facts(pid, parent.facts, ts_ns)
+        target.rank_words = parent.rank_words
         self._announce(target)
         self._linker.announce(target, ts_ns)
-        self._linker.link_process(target, ts_ns)
+        self._look_later(target, ts_ns)
+
+    def _look_later(self, target: Target, since_ns: int) -> None:
+        """Who has just begun is looked at a little later: the news of mappings tell of a library before that."""
+        self._young.pop(target.proc, None)
+        self._young[target.proc] = (self._clock() + YOUNG_NS, target, since_ns)
+
+    def settle(self, *, final: bool = False) -> None:
+        """Look at those that live on, at their mappings and their environment; `final`: at all of them, now."""
+        now = self._clock()
+        while self._young:
+            proc, (due_ns, target, since_ns) = next(iter(self._young.items()))
+            if due_ns > now and not final:
+                return
+            del self._young[proc]
+            self._linker.link_process(target, since_ns)
+            self.on_image(target)
 
     def _execed(self, pid: int, ts_ns: int, *, in_main_thread: bool) -> None:
         target = self._by_pid.get(pid)
@@ -242,10 +260,9 @@ class Population:
         target.used_nccl = False
         self._tables.ranges.set(target.slot, [])
         with contextlib.suppress(OSError):
-            target.facts = facts_of(pid)
+            target.facts = execed_facts(target.facts)
         tell_image(self._send, target, ts_ns)
-        self.on_image(target)
-        self._linker.link_process(target, ts_ns)
+        self._look_later(target, ts_ns)
 
     def _preloaded(self, target: Target) -> None:
         """Its shim tells more, at less cost; a call that both saw would count twice."""
@@ -265,14 +282,17 @@ class Population:
         target = self._by_pid.pop(pid, None)
         if target is not None:
             target.ended = True
+            self._young.pop(target.proc, None)
             self._shims.hasten(target)
             self._dead.append(_Ended(target, code, ts_ns, self._tables.newest()))
 
     def check(self) -> None:
-        """Processes whose exit record was lost: their pidfd tells."""
+        """Processes whose exit record was lost: their pidfd tells, two looks in a row: it may be in the ring."""
+        ended = {target.proc for target in self.live() if target.pidfd >= 0 and _pidfd_ended(target.pidfd)}
         for target in self.live():
-            if target.pidfd >= 0 and _pidfd_ended(target.pidfd):
+            if target.proc in ended & self._without_record:
                 self._exited(target.pid, -1, self._clock())
+        self._without_record = ended
         self._reconcile()
         self.ancestors.check()
 
@@ -295,6 +315,7 @@ class Population:
             with contextlib.suppress(OSError):
                 target.pidfd = os.pidfd_open(pid)
             self._announce(target)
+            self.on_image(target)
             self._linker.link_process(target, facts.start_ns)
             strange.discard((slot, pid))
         self._strange_slots = strange

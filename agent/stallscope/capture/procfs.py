@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Block", "Facts", "Mapping", "children_of", "clean", "environment_of", "executable_mappings", "facts_of",
+__all__ = ["Block", "Facts", "Mapping", "children_of", "clean", "environment_of", "execed_facts", "executable_mappings",
+           "facts_of", "forked_facts",
            "is_leaderless", "live_path", "name_of", "own_tid", "parent_of", "probe_area", "rank_words", "seccomp_mode",
            "start_ns_of_ticks", "threads_of", "vdso_of"]  # fmt: skip
 
@@ -21,6 +22,7 @@ MAX_MAPS_BYTES = 16 << 20
 MAX_ENVIRON_BYTES = 256 << 10
 RANK_WORDS = frozenset({b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"SLURM_PROCID", b"SLURM_NTASKS",
                         b"OMPI_COMM_WORLD_RANK", b"PMI_RANK"})  # fmt: skip
+_STATUS_LINE = re.compile(rb"^(Name|PPid|Uid|NSpid|Seccomp):(.*)$", re.MULTILINE)  # a name holds no newline there
 _NUMBER = re.compile(rb"[0-9]{1,64}")
 
 
@@ -67,13 +69,21 @@ def clean(text: str) -> str:
 
 
 def _read(pid: int | str, name: str, limit: int) -> bytes:
-    with open(f"/proc/{pid}/{name}", "rb") as file:
-        return file.read(limit)
+    # Half the time of a file object, and processes may begin by the hundred a second.
+    fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = piece = os.read(fd, limit)
+        while piece and len(data) < limit:
+            piece = os.read(fd, limit - len(data))
+            data += piece
+        return data
+    finally:
+        os.close(fd)
 
 
 def _status(pid: int | str) -> dict[str, str]:
-    lines = _read(pid, "status", 65536).decode("utf-8", "replace").splitlines()
-    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    found = _STATUS_LINE.findall(_read(pid, "status", 65536))
+    return {key.decode(): value.decode("utf-8", "replace").strip() for key, value in found}
 
 
 def _boot_minus_monotonic_ns() -> int:
@@ -111,19 +121,39 @@ def _container(pid: int) -> str | None:
 def facts_of(pid: int) -> Facts:
     """Facts of a live process. Raises OSError when it is gone or hidden."""
     status = _status(pid)
-    ns_pids = status.get("NSpid", "").split()
-    raw = _read(pid, "cmdline", MAX_CMDLINE_BYTES)
-    words = raw.rstrip(b"\0").split(b"\0") if raw else []
     return Facts(
         pid=pid,
-        ns_pid=int(ns_pids[-1]) if ns_pids else None,
+        ns_pid=_ns_pid(status),
         ppid=int(status.get("PPid", "0")),
         name=clean(status.get("Name", "?")),
-        cmdline=[clean(word.decode("utf-8", "replace")) for word in words],
+        cmdline=_cmdline(pid),
         container_id=_container(pid),
         start_ns=_start_ns(pid),
         uid=int(status.get("Uid", "0").split()[0]),
     )
+
+
+def forked_facts(pid: int, parent: Facts, start_ns: int) -> Facts:
+    """Facts of a child that was forked at that instant: what a fork leaves as it is, its parent's. Raises OSError."""
+    status = _status(pid)
+    name, uid = clean(status.get("Name", "?")), int(status.get("Uid", "0").split()[0])
+    return parent._replace(pid=pid, ns_pid=_ns_pid(status), ppid=parent.pid, name=name, start_ns=start_ns, uid=uid)
+
+
+def execed_facts(facts: Facts) -> Facts:
+    """Facts of a process that runs another program by now. Raises OSError."""
+    return facts._replace(name=name_of(facts.pid), cmdline=_cmdline(facts.pid))
+
+
+def _ns_pid(status: dict[str, str]) -> int | None:
+    ns_pids = status.get("NSpid", "").split()
+    return int(ns_pids[-1]) if ns_pids else None
+
+
+def _cmdline(pid: int) -> list[str]:
+    raw = _read(pid, "cmdline", MAX_CMDLINE_BYTES)
+    words = raw.rstrip(b"\0").split(b"\0") if raw else []
+    return [clean(word.decode("utf-8", "replace")) for word in words]
 
 
 def name_of(pid: int) -> str:
@@ -150,10 +180,10 @@ def live_path(pid: int) -> str:
 def rank_words(pid: int) -> dict[str, str]:
     """What launchers say of a process's place, from its environment as it was at the exec; numbers only."""
     try:
-        words = _read(pid, "environ", MAX_ENVIRON_BYTES).split(b"\0")
+        data = _read(pid, "environ", MAX_ENVIRON_BYTES)
     except OSError:
         return {}
-    pairs = (word.partition(b"=") for word in words)
+    pairs = (word.partition(b"=") for word in data.split(b"\0"))
     return {
         name.decode(): number.decode()
         for name, _, value in pairs

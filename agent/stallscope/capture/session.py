@@ -149,6 +149,7 @@ class Session(Loop):
         # Before the news: a file is asked for a library inside it only when the library had time to come by its name.
         self._carriers.step(self.population.live())
         self._read_mappings()
+        self.population.settle()
 
     def _read_losses(self) -> dict[str, int]:
         return {name: self.tables.ctl.get(place) for place, name in LOSS_PLACES.items()}
@@ -228,6 +229,7 @@ class Session(Loop):
 
     def _let_go(self) -> None:
         self._read_mappings()
+        self.population.settle(final=True)
         self.population.unlink_all()
 
     def _last_look(self, target: Target) -> None:

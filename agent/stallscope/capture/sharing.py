@@ -7,18 +7,20 @@ LINKS_PER_FILE processes one unfiltered set takes over, and the table of traced 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from stallscope.capture.procfs import is_leaderless
 from stallscope.capture.target import LinkedLibrary, Point, Target
-from stallscope.capture.ways import Way
+from stallscope.capture.ways import NO_LIMIT, Way
 from stallscope.wire.hook_table import Hook
 
 __all__ = ["LINKS_PER_FILE", "NO_FILE", "Sharing", "program_of"]
 
 LINKS_PER_FILE = 8
+A_SECOND, SECOND_NS = 16, 1_000_000_000  # so many processes that begin to use a file make it crowded, too
 NO_FILE = 31
 NCCL_KINDS = ("collective", "p2p", "group", "comm")
 _SHARED_FLAG = 64 << 32
@@ -45,6 +47,12 @@ class _File:
     number: int
     users: list[LinkedLibrary] = field(default_factory=list)
     shared: LinkedLibrary | None = None
+    newest_ns: deque[int] = field(default_factory=lambda: deque(maxlen=A_SECOND))
+
+    def is_stormy(self, now: int) -> bool:
+        """Whether one more process makes too many in a second: each pays 0.5 ms for links and most never call."""
+        self.newest_ns.append(now)
+        return len(self.newest_ns) == A_SECOND and now - self.newest_ns[0] < SECOND_NS
 
 
 class Sharing:
@@ -89,9 +97,8 @@ class Sharing:
         its first on.
         """
         file = self._file(linked)
-        crowded = len(file.users) >= self._limit or is_leaderless(target.pid)
-        if file.shared is None and crowded and file.number != NO_FILE:
-            self._take_over(target, file, linked)
+        if file.shared is None and file.number != NO_FILE and (why := self._why_unfiltered(target, file)):
+            self._take_over(target, file, linked, why)
         if file.shared is not None:
             linked.shared, linked.shared_since_ns = True, file.shared.at_ns
             if linked.untimed and not file.shared.untimed:
@@ -130,7 +137,7 @@ class Sharing:
             if p.hook.library == "CUDART":
                 self._set_span(number, p.hook.id, p.probe_offset - start, end - p.probe_offset)
 
-    def _take_over(self, target: Target, file: _File, linked: LinkedLibrary) -> None:
+    def _take_over(self, target: Target, file: _File, linked: LinkedLibrary, why: str) -> None:
         """Unfiltered links first, then the switch, then the filtered ones go: no hit is lost or counted twice."""
         shared = LinkedLibrary(linked.library, linked.path, resolved=linked.resolved, fd=linked.fd)
         # One process that may have no return probes is enough.
@@ -145,16 +152,22 @@ class Sharing:
             self._close_later(user.entries, user.returns)
             user.entries, user.returns, user.shared = [], [], True
         target.late_notes.append(
-            f"{linked.path}: {self._why_unfiltered(target)}, so its probes are no longer limited to the traced "
+            f"{linked.path}: {why}, so its probes are no longer limited to the traced "
             "processes: another process that uses the same file pays about a microsecond a call"
         )
         target.late_notes += [note for link in shared.entries + shared.returns for note in link.notes]
         file.users = []
 
-    def _why_unfiltered(self, target: Target) -> str:
+    def _why_unfiltered(self, target: Target, file: _File) -> str | None:
+        """Why links of the process's own will not do; None where they do."""
+        is_stormy = file.is_stormy(self._clock())
         if not self._limit:
             return "this kernel has no link cookies"
-        return "the main thread has ended" if is_leaderless(target.pid) else f"more than {self._limit} processes use it"
+        if is_leaderless(target.pid):
+            return "the main thread has ended"
+        if len(file.users) >= self._limit:
+            return f"more than {self._limit} processes use it"
+        return f"{A_SECOND} processes began to use it within a second" if is_stormy and self._limit < NO_LIMIT else None
 
     def _attach(self, linked: LinkedLibrary, points: list[Point], pid: int, bits: int) -> None:
         if linked.untimed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 
-__all__ = ["TAKES_FD", "syscall_name"]
+__all__ = ["TAKES_FD", "TAKES_PATH", "syscall_name"]
 
 # fmt: off
 # name -> (x86-64, aarch64), None where there is none. Of these the first argument is a file descriptor.
@@ -39,6 +39,9 @@ _OTHERS: dict[str, tuple[int | None, int | None]] = {
 }
 # fmt: on
 TAKES_FD = frozenset(_ON_FILES)
+# Which argument is the address of a path: of those that may wait for a file system, or for the other end of a fifo.
+TAKES_PATH = {"open": 0, "openat": 1, "openat2": 1, "stat": 0, "lstat": 0, "newfstatat": 1, "statx": 1, "access": 0,
+              "faccessat": 1, "faccessat2": 1, "execve": 0}  # fmt: skip
 
 
 def _by_number(machine: str) -> dict[int, str]:

@@ -135,9 +135,10 @@ class Unasked:
 class Target:
     """A process under observation; `proc` is its key in the report, `slot` its index in the BPF tables.
 
-    `silent`: path of each file with a runtime that has no symbols, until it was told. `twins`: files that are linked
-    already under another key. `counted_ns`: when its counters were last seen to have changed, polling for events left
-    out. `used_nccl`: whether it called NCCL while it was traced. `preloaded`: its image has the shim loaded.
+    `silent`: path of each file with a runtime that has no symbols, until it was told. `twins`: files that are
+    linked already under another key. `counted_ns`: when its counters were last seen to have changed, polling for
+    events left out. `used_nccl`: whether it called NCCL while it was traced. `preloaded`: its image has the shim
+    loaded. `rank_words`: what its environment said of its rank, None until that was read.
     """
 
     proc: int
@@ -157,6 +158,7 @@ class Target:
     preloaded: bool = False
     counted_ns: int = 0
     used_nccl: bool = False
+    rank_words: dict[str, str] | None = None
     ended: bool = False
 
     @property

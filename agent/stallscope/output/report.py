@@ -15,12 +15,14 @@ from stallscope.diagnose.hidden import hidden
 from stallscope.diagnose.incident import Findings
 from stallscope.diagnose.lineage import Lineage
 from stallscope.diagnose.stalls import Stall, stalls
+from stallscope.diagnose.startup import start_up
 from stallscope.output.calls import call_rows
 from stallscope.output.flight import flight_rows
 from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
 from stallscope.output.lineage import context_row, time_outs
 from stallscope.output.rows import Row, bound, since
+from stallscope.output.startup import startup_notes, startup_rows
 from stallscope.output.steps import steps_row
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
@@ -44,6 +46,7 @@ def build_report(state: State, findings: Findings) -> Row:
     known = state.communicators.table.values()
     communicators = _section(state, "communicators", lambda: [_communicator(state, c) for c in known])
     names = Names(processes, communicators)
+    beginning = _section(state, "startup", lambda: start_up(state, lineage, findings.steps))
     sections: dict[str, Callable[[], Any]] = {
         "processes": lambda: processes,
         "calls": lambda: call_rows(state, accounting),
@@ -54,14 +57,16 @@ def build_report(state: State, findings: Findings) -> Row:
         "episodes": lambda: episode_rows(state, findings, names),
         "incidents": lambda: incident_rows(state, findings, names),
         "witnesses": lambda: witness_rows(state, findings),
-        "startup": list,
+        "startup": lambda: startup_rows(state, beginning) if beginning else [],
         "steps": lambda: steps_row(state, findings.steps),
         "workers": list,
         "gpu": lambda: gpu_rows(state),
     }
     made = {name: _section(state, name, make) for name, make in sections.items()}
-    # Its notes tell which of the others failed.
-    return {"schema": SCHEMA, "capture": _capture(state, lineage, accounting), **made}
+    notes = _section(state, "startup", lambda: startup_notes(state, beginning)) if beginning else []
+    capture = _capture(state, lineage, accounting)  # its notes tell which of the others failed
+    capture["notes"] += notes
+    return {"schema": SCHEMA, "capture": capture, **made}
 
 
 def _section(state: State, name: str, make: Callable[[], Any]) -> Any:

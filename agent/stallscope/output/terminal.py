@@ -14,6 +14,7 @@ from stallscope.output.gpu import gpu_lines
 from stallscope.output.header import counted, ends, subject, traced
 from stallscope.output.remarks import remarks
 from stallscope.output.rows import Row
+from stallscope.output.startup import startup_section
 from stallscope.output.stdout import printable
 from stallscope.output.steps import steps_section
 from stallscope.output.tables import table
@@ -45,9 +46,9 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
-    sections = (blocks, _header, no_blocks, episodes, steps_section, _flight, _waits, _enqueues, _communicators)
+    sections = (blocks, _header, no_blocks, episodes, startup_section, steps_section, _flight, _waits, _enqueues)
     faults = Faults()
-    for section in (*sections, executed, _others, _errors, tree, _remarks):
+    for section in (*sections, _communicators, executed, _others, _errors, tree, _remarks):
         with faults.held(f"showing {section.__name__.strip('_')}"):
             section(report, page)
     for note in faults.notes():

@@ -64,6 +64,8 @@ CONTEXT    at_ns, proc, env {NAME: value} or nil: the wanted variables (wire/env
            something else over that block; seen: whether libc's own `environ` could be read, and then of the wanted
            names gone [NAME..]: in env and no longer there, own {NAME: value}: there and not in env. A later frame
            replaces an earlier one
+PLACE      at_ns, proc, last_ns or nil, thread as in HOST: where the main thread of a program that has just begun is, in
+           another place than at the look before, which was at last_ns
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
@@ -124,6 +126,7 @@ class Kind(IntEnum):
     GPU = 23
     COMMS = 24
     CONTEXT = 29
+    PLACE = 31
 
 
 class Frame(NamedTuple):
