@@ -33,6 +33,7 @@ LIMITS = {
     "gpus": 64,
     "witnesses": 64,
     "notes on GPUs": 16,
+    "kills for want of memory": 256,
     "step tokens": 1 << 16,
     "processes with steps": 128,
     "kinds of calls in steps": 2048,

@@ -27,6 +27,7 @@ from stallscope.aggregate.flight import Flight
 from stallscope.aggregate.hooks import WIRE_HOOKS, Hooks
 from stallscope.aggregate.hosts import Hosts
 from stallscope.aggregate.limits import Overflow
+from stallscope.aggregate.ooms import OomKills
 from stallscope.aggregate.operations import Operations
 from stallscope.aggregate.process import Link, Process, Processes
 from stallscope.aggregate.table import table_rows
@@ -105,6 +106,7 @@ class State:
         self.contexts = Contexts(self.overflow)
         self.flight = Flight(self.overflow)
         self.hosts = Hosts(self.overflow)
+        self.oom_kills = OomKills(self.overflow)
         self.ticked_ns = 0
         self.witnesses = Witnesses(self.overflow)
         self._begin(Hooks([]))
@@ -129,6 +131,7 @@ class State:
             Kind.COMM: self._comm,
             Kind.COMMS: self._comms,
             Kind.CONTEXT: self._context,
+            Kind.OOM: self.oom_kills.add,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,

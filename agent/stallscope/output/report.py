@@ -15,6 +15,7 @@ from stallscope.diagnose.incident import Findings
 from stallscope.diagnose.lineage import Lineage
 from stallscope.diagnose.stalls import Stall, stalls
 from stallscope.output.calls import call_rows
+from stallscope.output.exits import exit_row
 from stallscope.output.flight import flight_rows
 from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
@@ -108,7 +109,7 @@ def _gap(state: State, gap: Any) -> Row:
 def _notes(state: State, accounting: Accounting) -> list[str]:
     told = [f"{_named(state, proc)}{text}" for proc, text in state.notes]
     notes = [*told, *hidden(state), *accounting.notes, *state.communicators.notes, *state.overflow.notes()]
-    notes += state.witnesses.notes
+    notes += [*state.witnesses.notes, *state.oom_kills.notes(set(state.processes.table))]
     for why, many in sorted(Counter(state.hosts.stackless.values()).items()):
         notes.append(f"no stack of {many} blocked process{'es' * (many > 1)}: {why}")
     if state.unknown_kinds:
@@ -148,7 +149,6 @@ def _cost(state: State) -> Row | None:
 
 
 def _process(state: State, lineage: Lineage, process: Process) -> Row:
-    ended = process.exit
     row: Row = {
         "proc": process.proc,
         "host": state.capture.host if state.capture else None,
@@ -162,8 +162,7 @@ def _process(state: State, lineage: Lineage, process: Process) -> Row:
         "global_rank": lineage.rank(process.proc),
         "start_ns": since(state, process.start_ns),
         "first_cuda_at_ns": None,
-        "exit": ended
-        and {"code": ended.code, "signal": ended.signal, "sender": None, "at_ns": since(state, ended.at_ns)},
+        "exit": exit_row(state, process),
         "trace_context": context_row(lineage, process.proc),
         "traced": process.traced,
         "observed_from_ns": since(state, min((link.at_ns for link in process.links), default=None)),

@@ -16,6 +16,7 @@ from stallscope.output.rows import Row
 from stallscope.output.stdout import printable
 from stallscope.output.steps import steps_section
 from stallscope.output.tables import table
+from stallscope.output.terminal_ends import ends_section
 from stallscope.output.terminal_incidents import blocks, episodes, executed, no_blocks
 from stallscope.output.terminal_tree import tree
 from stallscope.output.words import at_least, count, cut, duration, least, share
@@ -45,7 +46,7 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         markup=False, emoji=False,
     )  # fmt: skip
     sections = (blocks, _header, no_blocks, episodes, steps_section, _flight, _waits, _enqueues, _communicators)
-    for section in (*sections, executed, _others, _errors, tree, _remarks):
+    for section in (*sections, executed, _others, _errors, tree, ends_section, _remarks):
         section(report, page)
     text: str = page.file.getvalue()  # type: ignore[attr-defined]
     return text
