@@ -34,6 +34,8 @@ LIMITS = {
     "witnesses": 64,
     "notes on GPUs": 16,
     "kills for want of memory": 256,
+    "trainers with workers": 256,
+    "workers": 4096,
     "step tokens": 1 << 16,
     "processes with steps": 128,
     "kinds of calls in steps": 2048,

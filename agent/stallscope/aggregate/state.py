@@ -22,6 +22,7 @@ from stallscope.aggregate.checks import (
 from stallscope.aggregate.commdata import comm_data
 from stallscope.aggregate.communicators import Communicators
 from stallscope.aggregate.contexts import Contexts
+from stallscope.aggregate.crews import Crews
 from stallscope.aggregate.events import NESTED, NO_OUT, WIRE_PROCS, Events
 from stallscope.aggregate.flight import Flight
 from stallscope.aggregate.hooks import WIRE_HOOKS, Hooks
@@ -106,6 +107,7 @@ class State:
         self.contexts = Contexts(self.overflow)
         self.flight = Flight(self.overflow)
         self.hosts = Hosts(self.overflow)
+        self.crews = Crews(self.overflow)
         self.oom_kills = OomKills(self.overflow)
         self.ticked_ns = 0
         self.witnesses = Witnesses(self.overflow)
@@ -132,6 +134,7 @@ class State:
             Kind.COMMS: self._comms,
             Kind.CONTEXT: self._context,
             Kind.OOM: self.oom_kills.add,
+            Kind.CREW: self.crews.look,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,

@@ -25,6 +25,7 @@ from stallscope.capture.shims import Shims
 from stallscope.capture.stacks import Stacks
 from stallscope.capture.suspicion import EARLY_NS, Suspicion
 from stallscope.capture.target import Target
+from stallscope.capture.workers import Workers
 from stallscope.wire.frames import Kind
 
 __all__ = ["POLL_MS", "Crowd", "Loop"]
@@ -89,6 +90,7 @@ class Loop(ABC):
         self._contexts = Contexts(parser, outbox.send, self._clock)
         self._stacks = Stacks(outbox.send, self._clock)
         self._suspicion = Suspicion(self._open_tap, self._callers, outbox.send, self._clock, self._stacks)
+        self._workers = Workers(outbox.send, self._clock, self._inside)
         self._next_tick_ns = self._next_slow_ns = 0
         self._told_flying = False
 
@@ -134,6 +136,7 @@ class Loop(ABC):
             self._tick(now, told=self._is_told())
         if self.outbox.bulk_ok:
             self._suspicion.step()
+            self._workers.step()
 
     @abstractmethod
     def _mark(self) -> None:
@@ -165,6 +168,7 @@ class Loop(ABC):
             self._slow(now)
         self._shim_comms.look(self.population.live(), now)
         self._contexts.look(self._everybody(), now)
+        self._workers.find(self.population.live(), now)
         flying = self._send_inflight(now, final=False)
         suspected = self._suspicion.on
         self._suspicion.judge(now, flying, self.population.live())
@@ -172,6 +176,9 @@ class Loop(ABC):
             self.poller.ask()
         if told:
             self.outbox.send(Kind.TICK, {"at_ns": now})
+
+    def _inside(self) -> set[tuple[int, int]]:
+        return {(proc, tid) for proc, tid, _ in self._flying(self._clock(), final=True)}
 
     def _watch_images(self) -> None:
         self.population.on_image = self.population.ancestors.on_image = self._contexts.began
@@ -248,6 +255,7 @@ class Loop(ABC):
         for target in self.population.live():
             self._last_look(target)
             self.population.send_counts(target, now)
+        self._workers.find(self.population.live(), now)
         self._send_inflight(now, final=True)
         self._close_losses(now)
         self._totals.report(now, self._lost_by())

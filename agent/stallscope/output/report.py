@@ -22,6 +22,7 @@ from stallscope.output.incidents import Names, collective_rows, episode_rows, in
 from stallscope.output.lineage import context_row, time_outs
 from stallscope.output.rows import Row, bound, since
 from stallscope.output.steps import steps_row
+from stallscope.output.workers import data_stalls, worker_rows
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
 
@@ -51,13 +52,13 @@ def build_report(state: State, findings: Findings) -> Row:
         "communicators": communicators,
         "collectives": collective_rows(findings),
         "in_flight": flight_rows(state),
-        "stalls": [_stall(state, accounting, s) for s in stalls(state)],
+        "stalls": [_stall(state, accounting, s) for s in stalls(state)] + data_stalls(state, lineage),
         "episodes": episode_rows(state, findings, names),
         "incidents": incident_rows(state, findings, names),
         "witnesses": witness_rows(state, findings),
         "startup": [],
         "steps": steps_row(state, findings.steps),
-        "workers": [],
+        "workers": worker_rows(state, lineage),
         "gpu": gpu_rows(state),
     }
 

@@ -71,6 +71,12 @@ GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_m
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
 OOM        at_ns, proc or nil, pid or nil, name or nil, kills, cgroup or nil, ours: the kernel ended so many processes
            for want of memory; ours: whether in a cgroup of the traced processes, nil where not known
+CREW       at_ns, sums over looks so far: trainers [[proc, looks, watched_ns, starved_ns, waits, longest_ns, since when
+           it waits now or nil, [proc of a worker that held the pipe that it waits in..], by_thread: another thread
+           than the main one is in that pipe, syscall or nil, file or nil]..], workers [[proc, trainer, looks, busy_ns,
+           idle_ns, blocked_ns, charged_ns: not idle while its trainer starved, state "busy", "idle" or "blocked",
+           since when, and where it was while it was charged: syscall or nil, file or nil]..]: of workers only rows
+           that changed
 COST       at_ns, cpu_ns, rss_bytes, processes {name: [cpu_ns, rss_bytes]}
 BYE        at_ns, reason
 ========== ====================================================================================================
@@ -129,6 +135,7 @@ class Kind(IntEnum):
     COMMS = 24
     CONTEXT = 29
     OOM = 33
+    CREW = 34
 
 
 class Frame(NamedTuple):
