@@ -26,6 +26,8 @@
 #define WIRE_COMM_BITS 14  /* rows of their table, as a power of 2: four times as many, then 8 looks find a free one */
 #define WIRE_FILES 32      /* file numbers in cookies */
 #define WIRE_NO_FILE 31    /* number of files beyond the 31st */
+#define WIRE_SIGNALS 32    /* 1 to 31: those that end a process by themselves, the standard ones */
+#define WIRE_COMM_BYTES 16 /* a task's name in the kernel */
 
 enum wire_kind {
   WIRE_CALL = 0,      /* entry of a hook without return probe: dur_ns is unknown */
@@ -38,6 +40,7 @@ enum wire_kind {
   WIRE_STARTED = 7,   /* the GPU began the operation; hook, n and a[] of its communicator as in its WIRE_ENTER */
   WIRE_FINISHED = 8,  /* likewise: this GPU has ended its part */
   WIRE_QUEUED = 9,    /* likewise: it stands in the GPU's queue, and the same witness will tell when it begins */
+  WIRE_OOM = 10,      /* the kernel ends a process for want of memory: a[0] tgid, 0 = not known; a[1], a[2] its name */
 };
 
 enum wire_flag {
@@ -75,6 +78,7 @@ enum wire_ctl {
   WIRE_CONF_LEADER = 24,      /* offset of task_struct.group_leader */
   WIRE_CONF_PID_LEVEL = 25,   /* offset of pid.level */
   WIRE_CONF_PID_NUMBERS = 26, /* offset of pid.numbers */
+  WIRE_CONF_TASK_COMM = 27,   /* offset of task_struct.comm */
   WIRE_CTL_SIZE = 64,
 };
 
@@ -166,6 +170,20 @@ struct wire_slot {
   uint64_t rows; /* threads of it that hold a row */
 };
 
+/* The newest signal of one number that a process was sent and did not ignore. */
+struct wire_signal {
+  uint64_t ts_ns;                /* 0 = none */
+  uint32_t tgid;                 /* who sent it; 0 = not visible from the tracer's pid namespace, or the kernel */
+  int32_t code;                  /* si_code: positive = the kernel by itself (a fault, the terminal, the OOM killer) */
+  uint8_t comm[WIRE_COMM_BYTES]; /* of the sending thread */
+};
+
+/* How a process came to its end; written while it lives, read after. */
+struct wire_ending {
+  uint64_t exiting_ns; /* first entry into exit() or the interpreter's end; 0 = none was seen */
+  struct wire_signal signals[WIRE_SIGNALS];
+};
+
 /* The operations of one communicator: key = its address + tgid * 0x9e3779b97f4a7c15, 0 = free. */
 struct wire_comm {
   uint64_t key, next;
@@ -194,5 +212,6 @@ _Static_assert(sizeof(struct wire_time) == 664, "wire_time");
 _Static_assert(sizeof(struct wire_frame) == 96, "wire_frame");
 _Static_assert(sizeof(struct wire_row) == 416, "wire_row");
 _Static_assert(sizeof(struct wire_comm) == 16, "wire_comm");
+_Static_assert(sizeof(struct wire_ending) == 1032, "wire_ending");
 #endif
 #endif

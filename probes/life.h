@@ -46,7 +46,7 @@ ON("raw_tracepoint/sched_process_fork") int on_fork(raw_ctx *ctx) {
     u32 entry = slot | PROC_FOLLOW;
     procs.update(&child, &entry);
   } else bump(WIRE_SEEN_NO_SLOT);
-  tell_life(WIRE_FORK, id, *s & PROC_SLOT, child, slot);
+  tell_life(WIRE_FORK, id, *s & PROC_SLOT, child, slot, 0);
   return 0;
 }
 
@@ -71,7 +71,7 @@ ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
 #pragma unroll
     for (int j = 0; j < WIRE_RANGES; j++) places->to[j] = 0;
   }
-  tell_life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, moved);
+  tell_life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, moved, 0);
   return 0;
 }
 
@@ -95,7 +95,7 @@ ON("raw_tracepoint/sched_process_exit") int on_exit(raw_ctx *ctx) {
   if (!p || p->rows || __sync_val_compare_and_swap(&p->dead, 0, 1)) return 0;
   bpf_probe_read_kernel(&code, 4, (void *)(ctx->args[0] + setting(WIRE_CONF_EXIT_CODE)));
   procs.delete(&tgid);
-  tell_life(WIRE_EXIT, id, slot, code, 0);
+  tell_life(WIRE_EXIT, id, slot, code, 0, 0);
   return 0;
 }
 

@@ -14,6 +14,7 @@ MAP_ARRAY(times, struct wire_time, WIRE_PROCS *WIRE_TIMES);
 MAP_ARRAY(conf, struct wire_conf, WIRE_HOOKS);
 MAP_ARRAY(slots, struct wire_slot, WIRE_PROCS);
 MAP_ARRAY(ranges, struct wire_ranges, WIRE_PROCS);
+MAP_ARRAY(endings, struct wire_ending, WIRE_PROCS);
 MAP_ARRAY(spans, struct wire_span, WIRE_FILES *WIRE_HOOKS);
 MAP_ARRAY(ctl, u64, WIRE_CTL_SIZE);
 MAP_HASH(procs, u32, u32, 4096); /* tgid -> slot | PROC_FOLLOW: the filter */

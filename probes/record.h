@@ -133,13 +133,13 @@ INL int emit_uid(struct hit *h, u64 uid, u32 kind, u32 depth, u64 dur, int statu
   return 0;
 }
 
-INL void tell_life(u32 kind, u64 id, u32 slot, u64 a0, u64 a1) {
+INL void tell_life(u32 kind, u64 id, u32 slot, u64 a0, u64 a1, u64 a2) {
   struct wire_rec *v = life.ringbuf_reserve(sizeof(*v));
   if (!v) {
     bump(WIRE_LOST_LIFE);
     return;
   }
-  struct hit h = {.id = id, .ts = bpf_ktime_get_ns(), .slot = slot, .a = {a0, a1}};
+  struct hit h = {.id = id, .ts = bpf_ktime_get_ns(), .slot = slot, .a = {a0, a1, a2}};
   fill(v, &h, kind, 0);
   life.ringbuf_submit(v, BPF_RB_FORCE_WAKEUP);
 }

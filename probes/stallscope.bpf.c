@@ -4,7 +4,7 @@
  *   wait_enter  entry of a paired call: count, push an in-flight frame
  *   nccl_enter  the same, with sequence number, unique id and a record at once
  *   pair_return return of any paired call: pop the frame, time, maybe record
- * and three raw tracepoints for threads and processes.
+ * and raw tracepoints for threads and processes, and why these end.
  * -DNO_COOKIES, for kernels before 5.15: instead of the families a program for each of few probes (per_hook.h). */
 #include "dialect.h"
 #include "wire.h"
@@ -259,3 +259,4 @@ ON("uprobe") int pair_return(struct pt_regs *ctx) {
 #endif
 
 #include "life.h"
+#include "endings.h"

@@ -200,12 +200,16 @@ def test_both_backends_load_the_same(loaded: Loaded) -> None:
         "who_am_i",
         "on_exec",
         "on_exit",
+        "on_signal",
+        "on_oom",
+        "on_exiting",
     }
     assert set(loaded.maps) == {
-        "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life", "spans"
+        "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life", "spans", "endings"
     }  # fmt: skip
     watched = {f"on_{x}": f"sched_process_{x}" for x in ("fork", "exec", "exit")}
-    assert loaded.tracepoints == watched | {"who_am_i": "sys_enter"}
+    watched |= {"who_am_i": "sys_enter", "on_signal": "signal_generate", "on_oom": "mark_victim"}
+    assert loaded.tracepoints == watched
     assert all(not os.get_inheritable(fd) for fd in (*loaded.programs.values(), *loaded.maps.values()))
     links = [RawTracepoint.attach(loaded.programs[p], t) for p, t in loaded.tracepoints.items()]
     close_all(links, [])

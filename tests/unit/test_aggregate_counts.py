@@ -254,7 +254,9 @@ def test_exit_image_and_inferred() -> None:
     kit.add(Kind.EXIT, proc=1, at_ns=START + 6_000, code=None, signal=9)
     report = kit.report()
     assert report["in_flight"] == []
-    assert report["processes"][0]["exit"] == {"code": None, "signal": 9, "sender": None, "at_ns": 6_000}
+    assert report["processes"][0]["exit"] == {
+        "code": None, "signal": 9, "sender": None, "at_ns": 6_000, "exiting_ns": None, "oom": None, "cause": "SIGKILL",
+    }  # fmt: skip
 
 
 def test_in_flight_shows_the_outermost_call() -> None:

@@ -54,6 +54,7 @@ class World:
             procs=SimpleNamespace(add=lambda pid, slot, follow: self.filter.__setitem__(pid, slot)),
             counters=SimpleNamespace(zero=lambda slot: None),
             ranges=SimpleNamespace(set=lambda slot, ranges: None),
+            endings=SimpleNamespace(row=lambda slot: bytes(1032), clear=lambda slot: None),
         )
         linker = SimpleNamespace(
             link_process=self._link, link_forked=lambda child, parent: self.linked.append(child.pid),

@@ -6,8 +6,8 @@ from typing import Any
 
 from stallscope.wire.frames import Body
 
-__all__ = ["BadField", "integer", "items", "mapping", "maybe_integer", "maybe_text", "rate", "raw", "text",
-           "texts"]  # fmt: skip
+__all__ = ["BadField", "integer", "items", "mapping", "maybe_boolean", "maybe_integer", "maybe_text", "rate", "raw",
+           "text", "texts"]  # fmt: skip
 
 MAX_INT = 1 << 64
 MAX_NS = 1 << 62  # instants and durations stand in int64 columns, and are added there
@@ -32,6 +32,14 @@ def integer(body: Body, key: str, low: int = 0, high: int = MAX_INT) -> int:
 def maybe_integer(body: Body, key: str, low: int = -(1 << 63), high: int = MAX_INT) -> int | None:
     """The same, or None where the field is nil or missing. Raises BadField."""
     return None if body.get(key) is None else integer(body, key, low, high)
+
+
+def maybe_boolean(body: Body, key: str) -> bool | None:
+    """True or False, None where the field is nil or missing. Raises BadField."""
+    value = body.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise BadField(f"{key} is no boolean")
+    return value
 
 
 def rate(body: Body, key: str) -> int | float:

@@ -7,14 +7,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stallscope.aggregate.checks import BadField, integer, items, mapping, maybe_integer, maybe_text, raw, text, texts
+from stallscope.aggregate.checks import (
+    BadField,
+    integer,
+    items,
+    mapping,
+    maybe_boolean,
+    maybe_integer,
+    maybe_text,
+    raw,
+    text,
+    texts,
+)
 from stallscope.aggregate.hooks import WIRE_HOOKS, WIRE_TIMES, Hooks
 from stallscope.aggregate.identity import Version, version_of
 from stallscope.aggregate.limits import Overflow
 from stallscope.wire.columns import COUNT, TIME
 from stallscope.wire.frames import Body
 
-__all__ = ["SHIM", "Counts", "Exit", "Link", "Process", "Processes"]
+__all__ = ["SHIM", "Counts", "Exit", "Link", "Process", "Processes", "Sender"]
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 SHIM = "shim"  # the method in LINK frames, and the source in reports
@@ -43,12 +54,27 @@ class Link(NamedTuple):
     by_shim: bool = False
 
 
+class Sender(NamedTuple):
+    """Who sent a signal: `pid` 0: a process out of sight; None: the kernel."""
+
+    signal: int
+    at_ns: int
+    pid: int | None
+    name: str
+
+
 class Exit(NamedTuple):
-    """How a process ended."""
+    """How a process ended. `sender` of the signal that it died of, or else that asked it to end, None: none is known.
+
+    `exiting_ns`: the instant at which it began to end; `oom`: whether for want of memory. None: not known.
+    """
 
     at_ns: int
     code: int | None
     signal: int | None
+    sender: Sender | None = None
+    exiting_ns: int | None = None
+    oom: bool | None = None
 
 
 @dataclass
@@ -170,7 +196,10 @@ class Processes:
         """An EXIT frame."""
         process = self.get(body)
         if process:
-            process.exit = Exit(integer(body, "at_ns"), maybe_integer(body, "code"), maybe_integer(body, "signal"))
+            process.exit = Exit(
+                integer(body, "at_ns"), maybe_integer(body, "code"), maybe_integer(body, "signal"), _sender(body),
+                maybe_integer(body, "exiting_ns", 0), maybe_boolean(body, "oom"),
+            )  # fmt: skip
 
     def link(self, body: Body) -> tuple[Process, Link] | None:
         """A LINK frame; what it says, None when the process is unknown."""
@@ -223,6 +252,17 @@ class Processes:
                 return
             self._times += 1
         process.times[number] = row
+
+
+def _sender(body: Body) -> Sender | None:
+    row = body.get("sender")
+    if row is None:
+        return None
+    if not isinstance(row, list) or len(row) != 4 or not isinstance(row[3], str):
+        raise BadField("sender is no signal")
+    if not all(type(row[i]) is int and row[i] >= 0 for i in (0, 1)) or not (row[2] is None or type(row[2]) is int):
+        raise BadField("sender holds something else than numbers")
+    return Sender(row[0], row[1], row[2], row[3][:64])
 
 
 def _environment(body: Body) -> dict[str, str]:

@@ -23,12 +23,14 @@ from stallscope.aggregate.checks import (
 from stallscope.aggregate.commdata import comm_data
 from stallscope.aggregate.communicators import Communicators
 from stallscope.aggregate.contexts import Contexts
+from stallscope.aggregate.crews import Crews
 from stallscope.aggregate.events import NESTED, NO_OUT, WIRE_PROCS, Events
 from stallscope.aggregate.faults import Faults
 from stallscope.aggregate.flight import Flight
 from stallscope.aggregate.hooks import WIRE_HOOKS, Hooks
 from stallscope.aggregate.hosts import Hosts
 from stallscope.aggregate.limits import Overflow
+from stallscope.aggregate.ooms import OomKills
 from stallscope.aggregate.operations import Operations
 from stallscope.aggregate.process import Link, Process, Processes
 from stallscope.aggregate.table import table_rows
@@ -110,6 +112,8 @@ class State:
         self.beginnings = Beginnings(self.overflow)
         self.flight = Flight(self.overflow)
         self.hosts = Hosts(self.overflow)
+        self.crews = Crews(self.overflow)
+        self.oom_kills = OomKills(self.overflow)
         self.ticked_ns = 0
         self.witnesses = Witnesses(self.overflow)
         self._begin(Hooks([]))
@@ -135,6 +139,8 @@ class State:
             Kind.COMM: self._comm,
             Kind.COMMS: self._comms,
             Kind.CONTEXT: self._context,
+            Kind.OOM: self.oom_kills.add,
+            Kind.CREW: self.crews.look,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,

@@ -19,10 +19,10 @@ from stallscope.capture.parser_client import Objects, ParserClient, ParserFailed
 from stallscope.capture.procfs import Block, Mapping, executable_mappings
 from stallscope.wire.environment import MAX_NAME, MAX_READ
 
-__all__ = ["Environs", "live_words"]
+__all__ = ["LIBC", "Environs", "live_words"]
 
 NAMES = ("environ", "__environ")
-_LIBC = re.compile(r"libc(?:\.so\.6|-2\.\d+\.so|\.so|\.musl-[\w-]+\.so\.1)|ld-musl-[\w-]+\.so\.1")
+LIBC = re.compile(r"libc(?:\.so\.6|-2\.\d+\.so|\.so|\.musl-[\w-]+\.so\.1)|ld-musl-[\w-]+\.so\.1")
 PAGE = 4096
 FIRST, MOST = 2048, 65536  # bytes of the array: so many are read at first, and at most
 MAX_OUTSIDE = 512
@@ -79,7 +79,7 @@ class Environs:
             return None
         # The loader takes the program's own first. Of two copies of libc the first one loaded lies higher.
         own = [m for m in mappings if m.inode == program][:1]
-        libcs = [m for m in mappings if _LIBC.fullmatch(m.path.rpartition("/")[2].removesuffix(" (deleted)"))]
+        libcs = [m for m in mappings if LIBC.fullmatch(m.path.rpartition("/")[2].removesuffix(" (deleted)"))]
         for mapping in [*own, *sorted(libcs, key=lambda m: -m.start)[:2]]:
             found = _address(self._objects(pid, mapping), mapping)
             if found is not None:

@@ -20,7 +20,7 @@ LOSS_PLACES = {
 # Not calls: what was turned away here stands in the notes. A return without an entry (place 8) is no loss at all: its
 # call began before the link.
 TURNED_AWAY = {
-    5: "process events (fork, exec, exit) were lost because their ring was full",
+    5: "process events (fork, exec, exit, a kill for want of memory) were lost because their ring was full",
     9: "operations have no sequence number because the communicator table was full",
     10: "forked processes are not traced because no process slot was free",
 }

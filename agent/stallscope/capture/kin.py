@@ -14,6 +14,7 @@ from stallscope.capture.announcing import tell_image, tell_process
 from stallscope.capture.counting import send_changes
 from stallscope.capture.exits import exit_code_of, has_ended, is_zombie, zombie_children
 from stallscope.capture.handover import Handed
+from stallscope.capture.oom import OomCounts
 from stallscope.capture.procfs import Facts, children_of, facts_of, name_of, start_ns_of_ticks
 from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.shims import Shims
@@ -62,7 +63,8 @@ class Kin:
         self._pending: deque[tuple[Target, int]] = deque()
         self._next_proc, self._look = 1, 0
         self.turned_away: Counter[str] = Counter()
-        self.no_code = 0
+        self.no_code = self.no_sender = 0
+        self._oom = OomCounts()
         self._until: int | None = None
         self.ancestors = Ancestors(send, clock, self._number)
         self.on_image: Callable[[Target], None] = lambda target: None
@@ -125,6 +127,7 @@ class Kin:
         parent = self._parent_proc(facts)
         target = Target(self._number(), 0, facts, parent, pidfd, appeared_ns)
         self._by_pid[facts.pid] = target
+        self._oom.learn([facts.pid])
         tell_process(self._send, target)
         self.on_image(target)
         return target
@@ -277,6 +280,7 @@ class Kin:
             self._read_last(one)
             self._tell_end(one, self._code(one.target))
         self._ended.clear()
+        self._oom.tell_rest(self._send, self._clock())
 
     def _code(self, target: Target) -> int | None:
         if target.pid == self._until:
@@ -297,7 +301,9 @@ class Kin:
         signal = (code & 0x7F) or None if code is not None else None
         plain = None if code is None or signal else code >> 8 & 0xFF
         self.no_code += code is None
-        self._send(Kind.EXIT, {"proc": one.target.proc, "at_ns": one.at_ns, "code": plain, "signal": signal})
+        self.no_sender += signal is not None
+        body = {"proc": one.target.proc, "at_ns": one.at_ns, "code": plain, "signal": signal}
+        self._send(Kind.EXIT, {**body, "oom": None if code is None else self._oom.claim(signal)})
         one.target.close()
 
     def send_counts(self, target: Target, now: int) -> None:

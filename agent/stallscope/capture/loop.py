@@ -26,6 +26,7 @@ from stallscope.capture.stacks import Stacks
 from stallscope.capture.startplaces import StartPlaces
 from stallscope.capture.suspicion import EARLY_NS, Suspicion
 from stallscope.capture.target import Target
+from stallscope.capture.workers import Workers
 from stallscope.wire.frames import Kind
 
 __all__ = ["POLL_MS", "Crowd", "Loop"]
@@ -91,6 +92,7 @@ class Loop(ABC):
         self._start_places = StartPlaces(outbox.send, self._clock)
         self._stacks = Stacks(outbox.send, self._clock)
         self._suspicion = Suspicion(self._open_tap, self._callers, outbox.send, self._clock, self._stacks)
+        self._workers = Workers(outbox.send, self._clock, self._inside)
         self._next_tick_ns = self._next_slow_ns = 0
         self._told_flying = False
 
@@ -137,6 +139,7 @@ class Loop(ABC):
         if self.outbox.bulk_ok:
             self._suspicion.step()
             self._start_places.step()
+            self._workers.step()
         self.outbox.flush()
 
     @abstractmethod
@@ -169,6 +172,7 @@ class Loop(ABC):
             self._slow(now)
         self._shim_comms.look(self.population.live(), now)
         self._contexts.look(self._everybody(), now)
+        self._workers.find(self.population.live(), now)
         flying = self._send_inflight(now, final=False)
         suspected = self._suspicion.on
         self._suspicion.judge(now, flying, self.population.live())
@@ -176,6 +180,9 @@ class Loop(ABC):
             self.poller.ask()
         if told:
             self.outbox.send(Kind.TICK, {"at_ns": now})
+
+    def _inside(self) -> set[tuple[int, int]]:
+        return {(proc, tid) for proc, tid, _ in self._flying(self._clock(), final=True)}
 
     def _watch_images(self) -> None:
         self.population.ancestors.on_image = self._contexts.began
@@ -257,6 +264,7 @@ class Loop(ABC):
         for target in self.population.live():
             self._last_look(target)
             self.population.send_counts(target, now)
+        self._workers.find(self.population.live(), now)
         self._send_inflight(self._clock(), final=True)  # calls that have begun meanwhile are counted, too
         self._close_losses(now)
         self._totals.report(now, self._lost_by())

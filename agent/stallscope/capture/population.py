@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from stallscope.capture.ancestors import Ancestors, parents_first
 from stallscope.capture.announcing import tell_image, tell_process
 from stallscope.capture.counting import send_changes
+from stallscope.capture.endings import exit_body
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
+from stallscope.capture.oom import Victims
 from stallscope.capture.procfs import Facts, children_of, execed_facts, facts_of, forked_facts, parent_of
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import Sharing
@@ -25,7 +27,7 @@ from stallscope.wire.frames import Kind
 
 __all__ = ["Population"]
 
-FORK, EXEC, EXIT = 4, 5, 6
+FORK, EXEC, EXIT, OOM = 4, 5, 6, 10
 YOUNG_NS = 30_000_000  # most commands of a script have ended by then
 _REC = struct.Struct("<QQIIHBBHBBIi8Q")
 
@@ -70,6 +72,7 @@ class Population:
         self._sharing = sharing
         self._shims = shims
         self.ancestors = Ancestors(send, clock, self._number)
+        self.victims: Victims | None = Victims(send, self.live)
         self.on_image: Callable[[Target], None] = lambda target: None
         linker.before_link = self.send_counts
         linker.on_preloaded = self._preloaded
@@ -182,13 +185,15 @@ class Population:
 
     def event(self, record: bytes) -> None:
         """A process event from the life ring, one `wire_rec`."""
-        ts_ns, _dur, tgid, _tid, _hook, kind, _flags, _slot, _depth, _r, _n, _status, *a = _REC.unpack(record)
+        ts_ns, _dur, tgid, _tid, _hook, kind, _flags, slot, _depth, _r, _n, _status, *a = _REC.unpack(record)
         if kind == FORK:
             self._forked(tgid, a[0], a[1], ts_ns)
         elif kind == EXEC:
             self._execed(tgid, ts_ns, in_main_thread=not a[1])
         elif kind == EXIT:
             self._exited(tgid, a[0], ts_ns)
+        elif kind == OOM and self.victims is not None:
+            self.victims.tell(ts_ns, a[0], self._by_slot.get(slot), struct.pack("<2Q", *a[1:3]))
 
     def _known_already(self, pid: int, slot: int) -> bool:
         """Whether a forked child was found by the scan before its record came; its second slot is given back."""
@@ -330,11 +335,9 @@ class Population:
             self._shims.retire(target, dead.at_ns)
             self.send_counts(target, self._clock())
             self._linker.tell_silent(target, final=True)
-            exit_code, signal = (None, None) if dead.code < 0 else (dead.code >> 8 & 0xFF, dead.code & 0x7F or None)
-            self._send(
-                Kind.EXIT,
-                {"proc": target.proc, "at_ns": dead.at_ns, "code": None if signal else exit_code, "signal": signal},
-            )
+            body = exit_body(self._tables.endings.row(target.slot), dead.code)
+            oom = None if self.victims is None else self.victims.holds(target.proc)
+            self._send(Kind.EXIT, {"proc": target.proc, "at_ns": dead.at_ns, "oom": oom, **body})
             if not (target.linked or self._shims.has(target)) and target.parent is not None:
                 self._never_linked(target, dead.at_ns)
             self._shims.forget(target)
@@ -359,6 +362,7 @@ class Population:
         self._by_slot.pop(slot, None)
         self._tables.counters.zero(slot)
         self._tables.ranges.set(slot, [])
+        self._tables.endings.clear(slot)
         self._tables.slots.free(slot)
 
     def send_counts(self, target: Target, now: int) -> None:

@@ -11,11 +11,13 @@ from stallscope.capture.carriers import Carriers
 from stallscope.capture.commreader import CommReader
 from stallscope.capture.costs import Costs
 from stallscope.capture.discovery import Discovery, Lost, Mapped
+from stallscope.capture.exitprobes import ExitProbes
 from stallscope.capture.gaps import LOSS_PLACES, TURNED_AWAY, Losses
 from stallscope.capture.inference import Inference
 from stallscope.capture.libmatch import WANTED
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import RawTracepoint, close_all
+from stallscope.capture.linkstyle import Style
 from stallscope.capture.loader import Loaded
 from stallscope.capture.loop import POLL_MS, Loop
 from stallscope.capture.outbox import Outbox
@@ -31,11 +33,14 @@ from stallscope.capture.suspicion import EARLY_NS
 from stallscope.capture.tables import CommRows, Tables
 from stallscope.capture.target import Target
 from stallscope.capture.ways import NO_LIMIT, way_of
+from stallscope.errors import CaptureProblem
 from stallscope.wire.frames import Kind
 
 __all__ = ["Session", "Settings"]
 
 BATCH_RECORDS = 8192
+# Programs whose tracepoint a kernel may lack, and what is not known then.
+UNNEEDED = {"on_signal": "senders of signals are not known", "on_oom": "kills for want of memory are not told"}
 INFLIGHT_MIN_NS = 100_000_000
 _REC_BYTES = 104
 
@@ -100,6 +105,8 @@ class Session(Loop):
         self._carriers = Carriers(self._linker, self._clock)
         self._inference = Inference(parser, self.tables.rows, outbox.send, self._clock)
         self._losses = Losses(self._read_losses, outbox.send)
+        program = loaded.programs["on_exiting"] if loaded.style is Style.MULTI else None
+        self._exit_probes = ExitProbes(program, parser, reaper.close_later)
         self._comms = CommReader(CommRows(self.tables), parser, outbox.send)
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None
@@ -118,7 +125,7 @@ class Session(Loop):
         for program, tracepoint in self._loaded.tracepoints.items():
             if program == "who_am_i":
                 continue
-            self._tracepoints.append(RawTracepoint.attach(self._loaded.programs[program], tracepoint))
+            self._trace(program, tracepoint)
         # Discovery before the scan of the maps: what is mapped in between is seen twice rather than never.
         self._discovery = Discovery(wanted=WANTED, whole=lambda pid: self.population.by_pid(pid) is not None)
         self._mappings_read_ns = self._clock()
@@ -134,6 +141,16 @@ class Session(Loop):
         self.look()  # what came while the stacks were searched
         self._begin_ticking()
         self._next_early_ns = self._clock() + EARLY_NS  # calls that began before are looked for again at the next tick
+
+    def _trace(self, program: str, tracepoint: str) -> None:
+        try:
+            self._tracepoints.append(RawTracepoint.attach(self._loaded.programs[program], tracepoint))
+        except CaptureProblem as problem:
+            if program not in UNNEEDED:
+                raise
+            self._note(self._clock(), f"{UNNEEDED[program]}: {problem.what} ({problem.why})")
+            if program == "on_oom":
+                self.population.victims = None
 
     def _pause(self) -> None:
         self._poller.poll(POLL_MS / 1000)
@@ -171,6 +188,7 @@ class Session(Loop):
         if slow or (self._next_early_ns and now >= self._next_early_ns):
             self._check_inferred()
         self.shims.watch(self.population.live())
+        self._exit_probes.look(self.population.live(), now)
         self._comms.look(self.population.live(), now)
 
     def _check_inferred(self) -> None:
@@ -230,6 +248,7 @@ class Session(Loop):
     def _let_go(self) -> None:
         self._read_mappings()
         self.population.settle(final=True)
+        self._exit_probes.close()
         self.population.unlink_all()
 
     def _last_look(self, target: Target) -> None:
@@ -241,12 +260,14 @@ class Session(Loop):
         return {
             "times a ring made no sense and was emptied": sum(ring.corrupt for ring in rings),
             "records of unknown size were skipped": sum(ring.skipped for ring in rings),
+            **{f"processes whose end is not timed: {why}": n for why, n in self._exit_probes.failed.items()},
             "times a thread's calls under way could not be read": self.tables.rows.torn,
         }
 
     def close(self) -> None:
         """Give every descriptor back; safe to call at any point."""
         with contextlib.suppress(OSError):
+            self._exit_probes.close()
             self.population.unlink_all()
         super().close()
         close_all(list(self._tracepoints), [])

@@ -106,6 +106,7 @@ class ShimSession(Loop):
             "processes with a shim got no slot": turned_away["segments"],
             "times a process was not listed: there are too many": turned_away["processes"],
             "processes have ended whose parents alone know how: their exit codes are null": self.population.no_code,
+            "processes were ended by a signal whose sender is not known: that takes BPF": self.population.no_sender,
         }
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stallscope.capture.blocked import read_memory
 from stallscope.capture.bpfmaps import ProcsMap
+from stallscope.capture.endings import Endings
 from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
@@ -28,7 +29,7 @@ TAP = ("cudaEventRecord", "cudaEventRecord_ptsz", "cudaEventRecordWithFlags", "c
        "cudaEventQuery")  # fmt: skip
 _OFFSETS = {16: ("task_struct", "tgid"), 17: ("task_struct", "signal"), 18: ("signal_struct", "live"),
             19: ("task_struct", "exit_code"), 23: ("task_struct", "thread_pid"), 24: ("task_struct", "group_leader"),
-            25: ("pid", "level"), 26: ("pid", "numbers")}  # fmt: skip
+            25: ("pid", "level"), 26: ("pid", "numbers"), 27: ("task_struct", "comm")}  # fmt: skip
 _CONF_LONG_NS = 20
 _CONF_SHARED = 21
 _PROG_TEST_RUN = 10
@@ -75,6 +76,7 @@ class Tables:
         self.slots = Slots(maps["slots"])
         self.comms = Comms(maps["comms"])
         self.procs = ProcsMap(maps["procs"])
+        self.endings = Endings(maps["endings"])
         self._usual = threshold(settings.one_in)
         self._set_up(settings)
 
@@ -164,3 +166,4 @@ class Tables:
         for view in views:
             view.close()
         self.comms.close()
+        self.endings.close()

@@ -12,6 +12,7 @@ from stallscope.diagnose.incident import Collective, Episode, Incident
 from stallscope.diagnose.judge import judge
 from stallscope.diagnose.look import Looker
 from stallscope.diagnose.mismatches import Silent
+from stallscope.diagnose.orphans import Orphans
 from stallscope.diagnose.pairs import settle_pairs
 from stallscope.diagnose.steps import Steps, StepsFound
 from stallscope.diagnose.stragglers import Straggler, colleagues, stragglers
@@ -67,6 +68,7 @@ class Watch:
         self._episodes = Episodes(self._state, self._completed)
         self._silent = Silent(self._state, self._completed)
         self._steps = Steps(self._state)
+        self._orphans = Orphans(self._state)
         self._suspects: dict[Name, _Suspect] = {}
         self._next_look_ns = self._next_stragglers_ns = 0
         self._straggling: dict[int, int] = {}  # process -> when it was last seen to be one
@@ -108,6 +110,8 @@ class Watch:
             self._look(now)
         for odd in self._silent.confirmed(now):
             self._open(Writer(self._state, Looker(self._state, now)).silent(odd, len(self.incidents) + 1, now))
+        for incident in self._orphans.step(now, len(self.incidents) + 1):
+            self._open(incident)
         if now >= self._next_stragglers_ns:
             self._next_stragglers_ns = now + STRAGGLERS_EVERY_NS
             self._stragglers(now)
@@ -118,6 +122,7 @@ class Watch:
         if not self._begun:
             return
         self._episodes.finish()
+        self._orphans.finish(self._state.ticked_ns)
         for suspect in self._suspects.values():
             writer = Writer(self._state, Looker(self._state, self._state.ticked_ns))
             if suspect.incident is not None and suspect.incident.end_ns is None and writer.is_over(suspect.incident):

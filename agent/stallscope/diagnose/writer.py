@@ -18,7 +18,7 @@ from stallscope.diagnose.verdict import Verdict
 from stallscope.diagnose.view import Key
 from stallscope.diagnose.words import Facts, next_step, summary
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "time_of_day"]
 
 NAMES = {"init": "the creation", "split": "ncclCommSplit", "end": "the end"}
 MAX_NAMED = 4
@@ -203,7 +203,7 @@ class Writer:
             self._host_words(incident),
             there,
             len(incident.victims) - there,
-            _time_of_day(self._state, incident.start_ns) if incident.kind not in NO_BLOCK else None,
+            time_of_day(self._state, incident.start_ns) if incident.kind not in NO_BLOCK else None,
             len(incident.culprits) > 1,
             incident.evidence,
         )
@@ -272,7 +272,7 @@ def _place(process: Process, rank: int | None) -> Place:
     return Place(rank, process.global_rank, process.proc, process.pid)
 
 
-def _time_of_day(state: State, at_ns: int) -> str | None:
+def time_of_day(state: State, at_ns: int) -> str | None:
     """In UTC, by the clock of the capture's host."""
     if state.capture is None:
         return None

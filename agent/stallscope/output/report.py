@@ -17,6 +17,7 @@ from stallscope.diagnose.lineage import Lineage
 from stallscope.diagnose.stalls import Stall, stalls
 from stallscope.diagnose.startup import start_up
 from stallscope.output.calls import call_rows
+from stallscope.output.exits import exit_row
 from stallscope.output.flight import flight_rows
 from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
@@ -24,6 +25,7 @@ from stallscope.output.lineage import context_row, time_outs
 from stallscope.output.rows import Row, bound, since
 from stallscope.output.startup import startup_notes, startup_rows
 from stallscope.output.steps import steps_row
+from stallscope.output.workers import data_stalls, worker_rows
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
 
@@ -53,13 +55,13 @@ def build_report(state: State, findings: Findings) -> Row:
         "communicators": lambda: communicators,
         "collectives": lambda: collective_rows(findings),
         "in_flight": lambda: flight_rows(state),
-        "stalls": lambda: [_stall(state, accounting, s) for s in stalls(state)],
+        "stalls": lambda: [_stall(state, accounting, s) for s in stalls(state)] + data_stalls(state, lineage),
         "episodes": lambda: episode_rows(state, findings, names),
         "incidents": lambda: incident_rows(state, findings, names),
         "witnesses": lambda: witness_rows(state, findings),
         "startup": lambda: startup_rows(state, beginning) if beginning else [],
         "steps": lambda: steps_row(state, findings.steps),
-        "workers": list,
+        "workers": lambda: worker_rows(state, lineage),
         "gpu": lambda: gpu_rows(state),
     }
     made = {name: _section(state, name, make) for name, make in sections.items()}
@@ -135,7 +137,7 @@ def _notes(state: State, accounting: Accounting) -> list[str]:
         *state.communicators.notes,
         *state.overflow.notes(),
     ]
-    notes += state.witnesses.notes
+    notes += [*state.witnesses.notes, *state.oom_kills.notes(set(state.processes.table))]
     for why, many in sorted(Counter(state.hosts.stackless.values()).items()):
         notes.append(f"no stack of {many} blocked process{'es' * (many > 1)}: {why}")
     if state.unknown_kinds:
@@ -175,7 +177,6 @@ def _cost(state: State) -> Row | None:
 
 
 def _process(state: State, lineage: Lineage, process: Process) -> Row:
-    ended = process.exit
     row: Row = {
         "proc": process.proc,
         "host": state.capture.host if state.capture else None,
@@ -189,8 +190,7 @@ def _process(state: State, lineage: Lineage, process: Process) -> Row:
         "global_rank": lineage.rank(process.proc),
         "start_ns": since(state, process.start_ns),
         "first_cuda_at_ns": None,
-        "exit": ended
-        and {"code": ended.code, "signal": ended.signal, "sender": None, "at_ns": since(state, ended.at_ns)},
+        "exit": exit_row(state, process),
         "trace_context": context_row(lineage, process.proc),
         "traced": process.traced,
         "observed_from_ns": since(state, min((link.at_ns for link in process.links), default=None)),

@@ -18,8 +18,10 @@ from stallscope.output.startup import startup_section
 from stallscope.output.stdout import printable
 from stallscope.output.steps import steps_section
 from stallscope.output.tables import table
+from stallscope.output.terminal_ends import ends_section
 from stallscope.output.terminal_incidents import blocks, episodes, executed, no_blocks
 from stallscope.output.terminal_tree import tree
+from stallscope.output.terminal_workers import workers_section
 from stallscope.output.words import at_least, count, cut, duration, least, share
 
 __all__ = ["PLAIN_WIDTH", "render", "report_text"]
@@ -46,9 +48,9 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
-    sections = (blocks, _header, no_blocks, episodes, startup_section, steps_section, _flight, _waits, _enqueues)
+    sections = (blocks, _header, no_blocks, episodes, startup_section, steps_section, workers_section, _flight, _waits)
     faults = Faults()
-    for section in (*sections, _communicators, executed, _others, _errors, tree, _remarks):
+    for section in (*sections, _enqueues, _communicators, executed, _others, _errors, tree, ends_section, _remarks):
         with faults.held(f"showing {section.__name__.strip('_')}"):
             section(report, page)
     for note in faults.notes():
@@ -110,7 +112,7 @@ def _waits(report: Row, page: Console) -> None:
     more = _unshown(len(big) - min(len(big), shown), len(small) - max(0, shown - len(big)))
     table(page, title, columns, [*big, *small], shown, lambda s: [
         *whose.cells(s),
-        s["api"],
+        s["api"] or "(waits for workers)",
         least(s, "count", count),
         least(s, "total_ns", duration),
         _share(s, walls),

@@ -29,7 +29,9 @@ PROCESS    proc, pid, ns_pid or nil, ppid, parent (proc) or nil, name, cmdline [
            at_ns, env {NAME: value}: RANK and its like, as they were at the exec, traced: false for an ancestor of
            what is traced
 IMAGE      proc, at_ns, name, cmdline [..], env as in PROCESS: the process execed
-EXIT       proc, at_ns, code or nil, signal or nil
+EXIT       proc, at_ns, code or nil, signal or nil; sender nil or [signal, at_ns, pid, name] of the signal that it died
+           of, else of the newest that asked it to end; pid 0: not visible, nil: the kernel; exiting_ns: since when it
+           was ending, or nil; oom: whether the kernel ended it for want of memory, nil where that is not known
 LINK       proc, library, path, build_id or nil, hooks [id..], at_ns, appeared_ns, method, missing [name..],
            untimed: only entries are probed, version: of an NCCL, "2.27.5" or nil
 EVENTS     count, data: `wire_rec` back to back
@@ -69,6 +71,14 @@ PLACE      at_ns, proc, last_ns or nil, thread as in HOST: where the main thread
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
+OOM        at_ns, proc or nil, pid or nil, name or nil, kills, cgroup or nil, ours: the kernel ended so many processes
+           for want of memory; ours: whether in a cgroup of the traced processes, nil where not known
+CREW       at_ns, sums over looks so far: trainers [[proc, looks, watched_ns, starved_ns, waits, longest_ns, since when
+           it waits now or nil, [proc of a worker that held the pipe that it waits in..], by_thread: another thread
+           than the main one is in that pipe, syscall or nil, file or nil]..], workers [[proc, trainer, looks, busy_ns,
+           idle_ns, blocked_ns, charged_ns: not idle while its trainer starved, state "busy", "idle" or "blocked",
+           since when, and where it was while it was charged: syscall or nil, file or nil]..]: of workers only rows
+           that changed
 COST       at_ns, cpu_ns, rss_bytes, processes {name: [cpu_ns, rss_bytes]}
 BYE        at_ns, reason
 ========== ====================================================================================================
@@ -127,6 +137,8 @@ class Kind(IntEnum):
     COMMS = 24
     CONTEXT = 29
     PLACE = 31
+    OOM = 33
+    CREW = 34
 
 
 class Frame(NamedTuple):

@@ -1,0 +1,95 @@
+"""Where one thread is, at the price of one small file: what looks at workers many times a second are made of."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import NamedTuple
+
+from stallscope.capture.blocked import read_memory
+from stallscope.capture.procfs import clean
+from stallscope.capture.syscalls import TAKES_FD, syscall_name
+
+__all__ = ["BUSY", "Whereabouts", "pipes_of", "standard_pipes_of", "where_is"]
+
+BUSY = "running"
+POLLS = ("poll", "ppoll")
+POLL_FDS, POLLFD = 8, 8  # descriptors that are looked at; bytes of struct pollfd: fd, events, revents
+MAX_FDS, MAX_TEXT = 512, 256
+
+
+class Whereabouts(NamedTuple):
+    """`syscall`: BUSY while it runs, None while it waits outside of a call (a page fault).
+
+    `files`: what the call's descriptors are open on; of poll(2) at most POLL_FDS.
+    """
+
+    syscall: str | None
+    files: tuple[str, ...] = ()
+
+    @property
+    def pipes(self) -> set[int]:
+        """Inodes of those that are pipes."""
+        return {inode for file in self.files if (inode := _pipe(file)) is not None}
+
+
+def where_is(pid: int, tid: int) -> Whereabouts | None:
+    """None where the thread has ended or may not be read. No path of the target is opened."""
+    try:
+        with open(f"/proc/{pid}/task/{tid}/syscall", "rb") as file:
+            words = file.read(512).split()
+        if words[0] == b"running":
+            return Whereabouts(BUSY)
+        number, *arguments = int(words[0]), *(int(word, 16) for word in words[1:7])
+    except (OSError, ValueError, IndexError):
+        return None
+    if number < 0:
+        return Whereabouts(None)
+    name = syscall_name(number)
+    return Whereabouts(name, _files(pid, tid, name, arguments))
+
+
+def _files(pid: int, tid: int, name: str, arguments: list[int]) -> tuple[str, ...]:
+    if len(arguments) < 2:
+        return ()
+    fds: list[int] = []
+    if name in TAKES_FD:
+        fds = [arguments[0] & 0xFFFFFFFF]
+    elif name in POLLS and arguments[1] > 0:
+        (data,) = read_memory(pid, [(arguments[0], POLLFD * min(arguments[1], POLL_FDS))])
+        fds = [fd for fd, _ in struct.iter_unpack("<ii", data) if fd >= 0]
+    found = (_link(f"/proc/{pid}/task/{tid}/fd/{fd}") for fd in fds)
+    return tuple(file for file in found if file is not None)
+
+
+def _link(path: str) -> str | None:
+    try:
+        return clean(os.readlink(path)[:MAX_TEXT])[:MAX_TEXT]
+    except OSError:
+        return None
+
+
+def _pipe(file: str) -> int | None:
+    digits = file.removeprefix("pipe:[").removesuffix("]")
+    return int(digits) if digits != file and digits.isdecimal() and len(digits) < 20 else None
+
+
+def standard_pipes_of(pid: int) -> set[int]:
+    """Inodes of the pipes that its standard streams are."""
+    files = (_link(f"/proc/{pid}/fd/{fd}") for fd in range(3))
+    return {inode for file in files if file and (inode := _pipe(file)) is not None}
+
+
+def pipes_of(pid: int) -> set[int]:
+    """Inodes of the pipes that a process holds, among its first MAX_FDS descriptors. Empty where it is gone."""
+    found = set()
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")[:MAX_FDS]
+    except OSError:
+        return set()
+    for name in names:
+        file = _link(f"/proc/{pid}/fd/{name}")
+        inode = _pipe(file) if file else None
+        if inode is not None:
+            found.add(inode)
+    return found
