@@ -90,8 +90,8 @@ class Job:
             "STALLSCOPE_SIM_LIB": str(SIM_LIB),
             "TMPDIR": str(folder),
             "STALLSCOPE_SIM_STATS": self.figures,
-            "STALLSCOPE_SHIM_GPU": "on",  # the simulated NCCL is an old one
         }
+        env.setdefault("STALLSCOPE_SHIM_GPU", "on")  # the simulated NCCL is an old one
         if has_shim:
             env["LD_PRELOAD"] = str(SHIM_LIB)
         self._board: Board | None = None
@@ -151,7 +151,6 @@ class RunJob(Job):
             str(Path(__file__).parent / "culprit_shim.py"),
             self.figures,
             "--json",
-            *(["-o", f"/tmp/h-gpu-t/c-{time.time_ns()}.rec"]),
             "--",
         ]
         self.attached_ns = time.monotonic_ns()
