@@ -46,9 +46,9 @@ struct part {
 
 static struct pair_state *_Atomic state;
 static _Atomic bool is_wanted, has_failed;
-static __thread struct part parts[MOST_PARTS] __attribute__((tls_model("initial-exec")));
-static __thread uint32_t n_parts __attribute__((tls_model("initial-exec")));
-static __thread bool is_inside __attribute__((tls_model("initial-exec"))); /* a call that may launch is under way */
+static __thread struct part parts[MOST_PARTS];
+static __thread uint32_t n_parts;
+static __thread bool is_inside; /* a call that may launch is under way */
 
 /* The beginning and the end. */
 

@@ -8,6 +8,12 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#ifndef PAIR_TICK_NS /* tests have their own */
+#define PAIR_TICK_NS 200000000
+#define PAIR_OLD_NS 1000000000
+#define PAIR_RATE 1000 /* pairs a second and communicator */
+#endif
+
 enum {
   PAIR_COMMS = 128,
   PAIR_ROOM = 512, /* of a communicator, a power of two */

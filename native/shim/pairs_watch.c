@@ -24,11 +24,11 @@ __asm__(".symver pthread_attr_setdetachstate,pthread_attr_setdetachstate@" OLDES
 void *seg_libc(const char *name);
 
 enum {
-  TICK_NS = 200000000,
-  OLD_NS = 1000000000,
+  TICK_NS = PAIR_TICK_NS,
+  OLD_NS = PAIR_OLD_NS,
   STACK = 256 << 10,
   MOST_TOLD = 8, /* of the unfinished ones of a communicator: what stands first decides */
-  RATE = 1000,   /* pairs a second and communicator */
+  RATE = PAIR_RATE,
   MOST_SKIPS = 16,
   TRIES = 1000,
   EXIT_MS = 100,
@@ -177,9 +177,12 @@ static void *watch(void *argument) {
   return NULL;
 }
 
+static struct pair_state *watched;
+
 /* The driver goes away while a program ends, and whoever asks it then may crash. */
-static void stop(void *argument) {
-  struct pair_state *s = argument;
+static void stop(void *nothing) {
+  struct pair_state *s = watched;
+  (void)nothing; /* sanitizers call handlers of the program's without their argument */
   atomic_store(&s->is_alive, 0);
   atomic_store(&s->is_stopping, 1);
   for (int i = 0; i < EXIT_MS && atomic_load(&s->is_asking); i++) sleep_ns(1000000);
@@ -188,7 +191,8 @@ static void stop(void *argument) {
 static bool stop_at_end(struct pair_state *s) {
   int (*at_end)(void (*)(void *), void *, void *);
   *(void **)&at_end = seg_libc("__cxa_atexit");
-  return at_end && !at_end(stop, s, NULL);
+  watched = s;
+  return at_end && !at_end(stop, NULL, NULL);
 }
 
 static bool create(struct pair_state *s) {
