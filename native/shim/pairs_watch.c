@@ -6,6 +6,7 @@
 #include "system.h"
 #include <pthread.h>
 #include <signal.h>
+#include <sys/prctl.h>
 
 #include "gpu.h"
 #include "pairs.h"
@@ -163,6 +164,7 @@ static void look(struct pair_comm *c, const struct pair_driver *d, uint64_t now_
 
 static void *watch(void *argument) {
   struct pair_state *s = argument;
+  syscall(SYS_prctl, PR_SET_NAME, "stallscope");
   const struct pair_driver *d = seg_pair_driver();
   uint64_t before_ns = seg_pair_now_ns();
   while (!atomic_load(&s->is_stopping)) {
