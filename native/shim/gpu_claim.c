@@ -9,7 +9,8 @@
 #include "system.h"
 
 #define NAME "NCCL_PROFILER_PLUGIN"
-#define SWITCH "STALLSCOPE_SHIM_GPU" /* on: also where it may do harm; off: nowhere */
+/* on: also where it may do harm; off: nothing; events: pairs of CUDA events instead; auto: those where it does not do */
+#define SWITCH "STALLSCOPE_SHIM_GPU"
 
 enum {
   FIRST_VERSION = 22600,
@@ -106,12 +107,11 @@ static uint32_t harm(uint32_t version) {
   return version >= OWN_THREAD ? SEG_GPU_SLOW : SEG_GPU_RISK;
 }
 
-static uint32_t claim(const void *real) {
+static uint32_t claim_plugin(const void *real) {
   const char *own = loader_file_of((const void *)seg_gpu_before_creation), *value = value_of(NAME);
   const char *path = own && strlen(own) <= LONGEST_PATH ? own : NULL;
   uint32_t version = (uint32_t)version_of(real), reason;
   atomic_store(&nccl_version, version);
-  if (is_switched("off")) return SEG_GPU_OFF;
   if (value) return path && strcmp(value, path) == 0 ? SEG_GPU_CLAIMED : SEG_GPU_TAKEN;
   if (version < FIRST_VERSION) return SEG_GPU_OLD;
   if ((reason = harm(version))) return reason;
@@ -120,6 +120,14 @@ static uint32_t claim(const void *real) {
   memcpy(setting, NAME "=", sizeof(NAME));
   memcpy(setting + sizeof(NAME), path, strlen(path) + 1);
   return put() ? SEG_GPU_CLAIMED : SEG_GPU_NO_PATH;
+}
+
+static uint32_t claim(const void *real) {
+  if (is_switched("off")) return SEG_GPU_OFF;
+  uint32_t found = is_switched("events") ? SEG_GPU_EVENTS : claim_plugin(real);
+  if (found != SEG_GPU_CLAIMED && is_switched("auto")) found = SEG_GPU_EVENTS;
+  if (found == SEG_GPU_EVENTS) seg_pairs_open();
+  return found;
 }
 
 /* Others that come meanwhile go on: NCCL itself makes them wait for the first one. */
@@ -135,6 +143,7 @@ uint32_t seg_gpu_nccl_version(void) {
 }
 
 uint32_t seg_gpu_state(void) {
-  uint32_t at_work = seg_gpu_at_work();
-  return at_work ? at_work : atomic_load(&claimed);
+  uint32_t at_work = seg_gpu_at_work(), found = atomic_load(&claimed);
+  if (found == SEG_GPU_EVENTS) return seg_pairs_state();
+  return at_work ? at_work : found;
 }

@@ -70,7 +70,7 @@ static __thread uint32_t group_transfers __attribute__((tls_model("initial-exec"
 static __thread uint32_t hushes __attribute__((tls_model("initial-exec"))); /* seg_gpu_hush(1) without -1 */
 static __thread uint64_t group_batch __attribute__((tls_model("initial-exec")));
 
-static void count(enum seg_gpu_figure which) {
+void seg_gpu_count(enum seg_gpu_figure which) {
   uint64_t now = atomic_fetch_add_explicit(&figures[which], 1, memory_order_relaxed) + 1;
   struct seg_header *header = seg_proc ? seg_proc->header : NULL;
   if (header) __atomic_store_n(&header->gpu_untold[which], now, __ATOMIC_RELAXED);
@@ -81,7 +81,7 @@ static bool take(_Atomic uint32_t *lock) {
   for (int i = 0; i < TRIES; i++)
     if (!atomic_load_explicit(lock, memory_order_relaxed) && !atomic_exchange_explicit(lock, 1, memory_order_acquire))
       return true;
-  count(SEG_GPU_BUSY);
+  seg_gpu_count(SEG_GPU_BUSY);
   return false;
 }
 
@@ -205,7 +205,7 @@ uint32_t seg_gpu_context_new(const void *address, int32_t nranks) {
   if (!take(&table_lock)) return 0;
   uint32_t i = make((uintptr_t)address, nranks);
   give(&table_lock);
-  if (!i) count(SEG_GPU_UNBOUND);
+  if (!i) seg_gpu_count(SEG_GPU_UNBOUND);
   return i;
 }
 
@@ -252,7 +252,7 @@ static struct context *context_of(uintptr_t comm) {
 /* What is expected. */
 
 static void drop_oldest(struct context *c) {
-  if (c->keys[c->oldest % SLOTS]) count(SEG_GPU_UNTOLD);
+  if (c->keys[c->oldest % SLOTS]) seg_gpu_count(SEG_GPU_UNTOLD);
   c->keys[c->oldest++ % SLOTS] = 0;
 }
 
@@ -268,7 +268,7 @@ static void expect(struct context *c, const struct seg_gpu_task *task, uint32_t 
   uint64_t ticket = c->head + 1;
   struct slot *s = &c->slots[ticket % SLOTS];
   if (!may_take(c, s)) {
-    count(SEG_GPU_EXHAUSTED);
+    seg_gpu_count(SEG_GPU_EXHAUSTED);
     give(&c->lock);
     return;
   }
@@ -324,6 +324,10 @@ static void forget(struct context *c, uint64_t batch, uint32_t hook, uint32_t n)
     if (!hook || s->what == (n | (uint64_t)hook << 32)) c->keys[t % SLOTS] = 0;
   }
   give(&c->lock);
+}
+
+uint32_t seg_gpu_depth(void) {
+  return group_depth;
 }
 
 void seg_gpu_returned(uint32_t hook, const uint64_t *a, uint32_t n, int32_t status) {
@@ -386,7 +390,7 @@ uint64_t seg_gpu_queued(uint32_t context, const struct seg_gpu_task *task) {
   uint64_t ticket = c->comm ? accept(c, task) : 0;
   if (ticket) told = told_of(&c->slots[ticket % SLOTS]);
   give(&c->lock);
-  if (!ticket) count(SEG_GPU_UNMATCHED);
+  if (!ticket) seg_gpu_count(SEG_GPU_UNMATCHED);
   else tell(told, WIRE_QUEUED);
   return ticket ? ticket << 16 | context << 2 | TASK : 0;
 }

@@ -95,9 +95,11 @@ static bool is_creation(uint32_t hook) {
   return hook >= FIRST_CREATION && hook <= LAST_CREATION;
 }
 
-static void tell_witness(const struct seg_call *c, const uint64_t *a, const void *real) {
+static void tell_witness(const struct seg_call *c, const struct seg_nccl *k, const uint64_t *a, const void *real) {
   if (is_creation(c->hook)) seg_gpu_before_creation(real);
-  else if (!(c->flags & (WIRE_NESTED | WIRE_NO_SEQ))) seg_gpu_entered(c->hook, a, c->n);
+  if (is_creation(c->hook) || c->flags & (WIRE_NESTED | WIRE_NO_SEQ)) return;
+  seg_gpu_entered(c->hook, a, c->n);
+  seg_pairs_entered(k, a, c->n, real);
 }
 
 void *seg_nccl_enter(struct seg_call *c, const struct seg_nccl *k, uint32_t instance, void *back, uint64_t sp,
@@ -124,7 +126,7 @@ void *seg_nccl_enter(struct seg_call *c, const struct seg_nccl *k, uint32_t inst
   seg_push(t, FAMILY, c, sp, !(c->flags & WIRE_ENTERED) && !k->is_call);
   show(c, a);
   __atomic_store_n(&t->block->depth, c->depth + 1, __ATOMIC_RELEASE);
-  tell_witness(c, a, real);
+  tell_witness(c, k, a, real);
   return real;
 }
 
@@ -173,7 +175,10 @@ void seg_nccl_leave(struct seg_call *c, const struct seg_nccl *k, int32_t status
   if (!t || !t->slots) return;
   uint64_t dur = seg_ticks() - c->t0, out = argument(a, OUT_OF(k->cookie));
   seg_pop(t, c);
-  if (!(c->flags & (WIRE_NESTED | WIRE_NO_SEQ))) seg_gpu_returned(c->hook, a, c->n, status);
+  if (!(c->flags & (WIRE_NESTED | WIRE_NO_SEQ))) {
+    seg_gpu_returned(c->hook, a, c->n, status);
+    seg_pairs_returned(k, status);
+  }
   if (k->is_call) return;
   if (is_creation(c->hook) || c->hook == GROUP_END)
     __atomic_store_n(&t->header->gpu, seg_gpu_state(), __ATOMIC_RELAXED);

@@ -91,8 +91,8 @@ class Job:
             "STALLSCOPE_SIM_LIB": str(SIM_LIB),
             "TMPDIR": str(folder),
             "STALLSCOPE_SIM_STATS": self.figures,
-            "STALLSCOPE_SHIM_GPU": "on",  # the simulated NCCL is an old one
         }
+        env.setdefault("STALLSCOPE_SHIM_GPU", "on")  # the simulated NCCL is an old one
         if has_shim:
             env["LD_PRELOAD"] = str(SHIM_LIB)
         self._board: Board | None = None

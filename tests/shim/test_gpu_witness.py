@@ -14,7 +14,7 @@ import gpu_scenarios as do
 from gpu_kit import FINISHED, QUEUED, STARTED, build
 from nccl_kit import Nccl, everywhere, ranks
 
-CLAIMED, TAKEN, OFF, RISK, AT_WORK = 4, 1, 5, 6, 16
+CLAIMED, TAKEN, OFF, RISK, EVENTS, AT_WORK = 4, 1, 5, 6, 8, 16
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,8 @@ def test_the_switch(library: str) -> None:
     assert only(library=library, STALLSCOPE_SHIM_GPU="off")[:2] == (OFF, None)
     assert only(library=library, STALLSCOPE_SHIM_GPU="")[:2] == (RISK, None), "an old NCCL is left alone by itself"
     assert only(library=library, STALLSCOPE_SHIM_GPU="on")[:2] == (CLAIMED, library)
+    assert only(library=library, STALLSCOPE_SHIM_GPU="events")[:2] == (EVENTS, None)
+    assert only(library=library, STALLSCOPE_SHIM_GPU="auto")[:2] == (EVENTS, None), "where a plugin may do harm"
 
 
 @pytest.mark.parametrize(("text", "state"), [("NCCL_PROFILER_PLUGIN=mine\n", TAKEN), ("NCCL_DEBUG=INFO\n", CLAIMED),

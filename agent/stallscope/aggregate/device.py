@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stallscope.aggregate.arrivals import Arrivals
-from stallscope.aggregate.events import FINISHED, QUEUED, STARTED
+from stallscope.aggregate.events import BY_PLUGIN, FINISHED, QUEUED, STARTED
 from stallscope.aggregate.issuer import Issuer
 from stallscope.aggregate.numbering import COLLECTIVE, RECV, SEND
 from stallscope.aggregate.starts import Starts
@@ -61,7 +61,7 @@ def forget(issuer: Issuer, pointer: int) -> None:
 
 
 def _mark(issuer: Issuer, rows: Array, pointer: int, recs: Array) -> tuple[Array, Array]:
-    """(numbers, instants) of collectives that the GPU began."""
+    """(numbers, instants) of collectives that the GPU began, as NCCL told it: events are asked too seldom for instants."""
     began = np.zeros(0, np.int64), np.zeros(0, np.int64)
     at = np.flatnonzero((rows["pointer"] == pointer) & np.isin(rows["kind"], (COLLECTIVE, SEND, RECV)))
     if not len(at):
@@ -75,6 +75,6 @@ def _mark(issuer: Issuer, rows: Array, pointer: int, recs: Array) -> tuple[Array
         places, times = at[found[fits]], told["ts_ns"][fits].astype(np.int64)
         issuer.log.assign(field, places, times)
         if kind == STARTED:
-            collective = rows["kind"][places] == COLLECTIVE
+            collective = (rows["kind"][places] == COLLECTIVE) & (told["flags"][fits] & BY_PLUGIN > 0)
             began = rows["index"][places[collective]], times[collective]
     return began

@@ -14,13 +14,14 @@ from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.process import Process
 from stallscope.wire.columns import REC
 
-__all__ = ["ABANDONED", "CALL", "DONE", "ENTER", "ENTERED", "FINISHED", "LEFT", "NESTED", "NO_OUT", "NO_SEQ", "QUEUED",
-           "STARTED", "Events"]  # fmt: skip
+__all__ = ["ABANDONED", "BY_PLUGIN", "CALL", "DONE", "ENTER", "ENTERED", "FINISHED", "LEFT", "NESTED", "NO_OUT",
+           "NO_SEQ", "QUEUED", "STARTED", "Events"]  # fmt: skip
 
 CALL, ENTER, DONE, ABANDONED = 0, 1, 2, 3
 STARTED, FINISHED, QUEUED = 7, 8, 9  # what a GPU did: no calls
 LAST_KIND = QUEUED
 NESTED, ENTERED, NO_OUT, NO_SEQ, LEFT = 1, 2, 8, 32, 64
+BY_PLUGIN = 128  # of what a GPU did: NCCL told it as it happened; else a pair of events, when somebody looked
 WIRE_PROCS = 128
 LONGEST = 5
 MAX_NS = 1 << 62

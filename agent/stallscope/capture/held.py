@@ -10,6 +10,8 @@ from typing import Any
 from stallscope.capture.gaps import Losses
 from stallscope.capture.rings import Drained
 from stallscope.capture.segment import (
+    GPU_EVENTS,
+    GPU_NO_EVENTS,
     GPU_NO_PATH,
     GPU_OFF,
     GPU_OLD,
@@ -24,8 +26,8 @@ from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target
 
-__all__ = ["NO_WITNESS", "ODD", "PLACES", "UNTOLD", "Held", "added", "gap_of", "is_of", "losses_of",
-           "rank_rows", "table_row"]  # fmt: skip
+__all__ = ["ODD", "PLACES", "UNTOLD", "WITNESS", "Held", "added", "gap_of", "is_of", "losses_of", "rank_rows",
+           "table_row"]  # fmt: skip
 
 IDLE_LOOKS, MOST_REST = 10, 4
 
@@ -48,6 +50,9 @@ UNTOLD = {
     "busy": "operations have no witness of the GPU because another thread was in the way",
     "unbound": "communicators have no witness of the GPU because there were too many",
 }
+WITNESS = {
+    GPU_EVENTS: "what its GPU begins is told by pairs of CUDA events: that it comes to an operation, up to 0.2 s late",
+}
 NO_WITNESS = {
     GPU_TAKEN: "NCCL has another profiler plugin",
     GPU_OLD: "NCCL before 2.26 does not tell it",
@@ -55,7 +60,9 @@ NO_WITNESS = {
     GPU_RISK: "NCCL before 2.31 may fail with a profiler plugin (STALLSCOPE_SHIM_GPU=on takes the risk)",
     GPU_SLOW: "NCCL 2.31 would lose up to 10 % of its throughput (STALLSCOPE_SHIM_GPU=on takes it)",
     GPU_NO_PATH: "the path of libstallscope.so is too long for NCCL",
+    GPU_NO_EVENTS: "CUDA events were asked for, and the shim found no driver, or could not start its thread",
 }
+WITNESS |= {state: f"what its GPU begins is not known: {why}" for state, why in NO_WITNESS.items()}
 
 
 @dataclass
@@ -69,7 +76,7 @@ class Held:
         idle, rest: looks since it had a record, and how many more are let go by without one.
         is_open: False once it was read to its end, or made no sense.
         ranks: rows of `rank_rows` that were sent.
-        witness: what was said of NCCL's profiler plugin.
+        witness: what was said of the witness of its GPU.
     """
 
     target: Target

@@ -17,6 +17,8 @@ from stallscope.capture.rings import MAX_UIDS, REC_BYTES, UID_BYTES, Drained, In
 
 __all__ = [
     "GPU_AT_WORK",
+    "GPU_EVENTS",
+    "GPU_NO_EVENTS",
     "GPU_NO_PATH",
     "GPU_OFF",
     "GPU_OLD",
@@ -39,7 +41,8 @@ _LOSSES = ("overwritten", "vital_full", "no_ring", "busy", "stale", "no_comm", "
            "comms_made", "history")  # fmt: skip
 _MAX_COMMS = 1024
 _UNTOLD = ("unmatched", "untold", "exhausted", "busy", "unbound")  # enum seg_gpu_figure
-GPU_TAKEN, GPU_OLD, GPU_NO_PATH, GPU_OFF, GPU_RISK, GPU_SLOW, GPU_AT_WORK = 1, 2, 3, 5, 6, 7, 16  # native/shim/gpu.h
+GPU_TAKEN, GPU_OLD, GPU_NO_PATH, GPU_OFF, GPU_RISK, GPU_SLOW = 1, 2, 3, 5, 6, 7  # native/shim/gpu.h
+GPU_EVENTS, GPU_NO_EVENTS, GPU_AT_WORK = 8, 9, 16
 _SETTLE_S = 0.02
 _LINES = 4096  # SEG_LINES in native/drain/drain.h
 _TOLERATED_NS = 2_000
@@ -294,7 +297,7 @@ class Segment:
 
     @property
     def gpu(self) -> int:
-        """Whether NCCL tells what the GPU begins: one of GPU_TAKEN to GPU_NO_PATH; from GPU_AT_WORK on yes."""
+        """Whether it is told what the GPU begins: GPU_EVENTS by CUDA events, from GPU_AT_WORK on by NCCL, else why not."""
         return int(lib.segment__gpu(self._c))
 
     def gpu_untold(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
-from stallscope.capture.held import NO_WITNESS, Held, added, gap_of, is_of, losses_of, rank_rows, table_row
+from stallscope.capture.held import WITNESS, Held, added, gap_of, is_of, losses_of, rank_rows, table_row
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
@@ -187,10 +187,10 @@ class Shims:
         if rows != held.ranks and not self._drain(held):
             held.ranks = rows
             self._outbox.send(Kind.COMMS, {"at_ns": self._now(), "proc": held.target.proc, "comms": rows})
-        why = NO_WITNESS.get(self._guarded(held, lambda: held.segment.gpu, 0))
-        if why is not None and held.witness is None:
-            held.witness = why
-            self._note(held.target, f"what its GPU begins is not known: {why}")
+        said = WITNESS.get(self._guarded(held, lambda: held.segment.gpu, 0))
+        if said is not None and held.witness is None:
+            held.witness = said
+            self._note(held.target, said)
 
     def open_tap(self, on: bool) -> None:
         """Record every call that tells of completion, or as many as of other calls again."""

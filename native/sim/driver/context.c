@@ -61,6 +61,11 @@ CUresult sim_cuInit(unsigned flags) {
   return CUDA_SUCCESS;
 }
 
+/* With sim_lock held. */
+struct CUctx_st *sim_context_list(void) {
+  return contexts;
+}
+
 CUresult sim_current(struct CUctx_st **context) {
   if (depth == 0 || !current[depth - 1])
     return atomic_load(&initialised) ? CUDA_ERROR_INVALID_CONTEXT : CUDA_ERROR_NOT_INITIALIZED;

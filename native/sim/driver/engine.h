@@ -142,6 +142,7 @@ struct CUgraph_st {
   struct op *ops;
   uint64_t length_ns; /* of its longest branch */
   struct user_reference *objects;
+  bool is_global, is_broken; /* while it is captured: in the global mode; a forbidden call was made */
 };
 
 struct CUgraphExec_st {
@@ -216,6 +217,7 @@ CUresult sim_event_captured(struct CUstream_st *stream, struct CUevent_st *event
 /* graph.c */
 CUresult sim_graph_append(struct CUstream_st *stream, const struct op *op);
 void sim_capture_join(struct CUstream_st *stream, const struct CUevent_st *event);
+bool sim_capture_forbids(void);
 
 /* memory.c */
 enum memory_kind { MEMORY_PAGEABLE, MEMORY_DEVICE, MEMORY_PINNED, MEMORY_MANAGED };

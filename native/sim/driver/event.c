@@ -85,6 +85,7 @@ CUresult sim_cuEventRecordWithFlags(CUevent event, CUstream handle, unsigned fla
 
 CUresult sim_cuEventQuery(CUevent event) {
   if (!IS_A(event, MAGIC_EVENT)) return CUDA_ERROR_INVALID_HANDLE;
+  if (sim_capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   uint64_t time_ns = sim_event_time(event);
   return time_ns == 0 || sim_now_ns() >= time_ns ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }

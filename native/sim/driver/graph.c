@@ -4,6 +4,23 @@
 
 #include "engine.h"
 
+enum { MODE_GLOBAL = 0 };
+static atomic_int global_captures; /* that began, and did not end */
+static _Thread_local int capture_mode;
+
+/* While a stream captures in the global mode, no thread may ask an event that has not left that mode itself: it breaks
+ * the capture. A stream that is destroyed while it captures leaves the count too high: what is there is looked at. */
+bool sim_capture_forbids(void) {
+  bool found = false;
+  if (!atomic_load_explicit(&global_captures, memory_order_relaxed) || capture_mode != MODE_GLOBAL) return false;
+  pthread_mutex_lock(&sim_lock);
+  for (struct CUctx_st *c = sim_context_list(); c; c = c->next)
+    for (struct CUstream_st *s = c->streams; s; s = s->next)
+      if (s->capture && s->capture->is_global) found = s->capture->is_broken = true;
+  pthread_mutex_unlock(&sim_lock);
+  return found;
+}
+
 static CUresult append(struct CUgraph_st *graph, const struct op *op) {
   if (graph->count == graph->capacity) {
     size_t capacity = graph->capacity ? 2 * graph->capacity : 16;
@@ -53,7 +70,6 @@ void sim_capture_join(struct CUstream_st *stream, const struct CUevent_st *event
 CUresult sim_cuStreamBeginCapture_v2(CUstream handle, int mode) {
   struct CUstream_st *stream;
   CUresult error = sim_stream(handle, &stream);
-  (void)mode;
   if (error) return error;
   if (stream == stream->context->legacy) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   pthread_mutex_lock(&sim_lock);
@@ -62,6 +78,8 @@ CUresult sim_cuStreamBeginCapture_v2(CUstream handle, int mode) {
   } else {
     capture_into(stream, graph_new());
     stream->capture_origin = true;
+    stream->capture->is_global = mode == MODE_GLOBAL;
+    atomic_fetch_add(&global_captures, mode == MODE_GLOBAL);
   }
   pthread_mutex_unlock(&sim_lock);
   return error;
@@ -79,7 +97,14 @@ CUresult sim_cuStreamEndCapture(CUstream handle, CUgraph *graph) {
     s->capture_origin = false;
     atomic_fetch_and(&s->slow, ~(unsigned)SLOW_CAPTURING);
   }
+  if (*graph) atomic_fetch_sub(&global_captures, (*graph)->is_global);
+  bool is_broken = *graph && (*graph)->is_broken;
   pthread_mutex_unlock(&sim_lock);
+  if (is_broken) {
+    sim_cuGraphDestroy(*graph);
+    *graph = NULL;
+    return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  }
   return *graph ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_STATE;
 }
 
@@ -110,9 +135,8 @@ CUresult sim_cuStreamIsCapturing(CUstream handle, int *status) {
 }
 
 CUresult sim_cuThreadExchangeStreamCaptureMode(int *mode) {
-  static _Thread_local int current;
-  int old = current;
-  current = *mode;
+  int old = capture_mode;
+  capture_mode = *mode;
   *mode = old;
   return CUDA_SUCCESS;
 }
