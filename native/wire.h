@@ -216,7 +216,7 @@ struct wire_python {
   uint32_t
       table_bytes; /* of the line table's size, hash and beginning, for the signature: 8 * WIRE_PY_CODE_WORDS or 0 */
 };
-#define WIRE_PY_NO_CFRAME 0xffff
+#define WIRE_PY_NO_CFRAME 65535
 
 /* One Python frame. `sig` tells whether an address still holds the code object that was seen there. */
 struct wire_py_frame {

@@ -29,6 +29,7 @@ from stallscope.aggregate.hosts import Hosts
 from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.operations import Operations
 from stallscope.aggregate.process import Link, Process, Processes
+from stallscope.aggregate.sites import Sites
 from stallscope.aggregate.table import table_rows
 from stallscope.aggregate.witnesses import Witnesses
 from stallscope.wire.columns import REC, UID_REC
@@ -105,6 +106,7 @@ class State:
         self.contexts = Contexts(self.overflow)
         self.flight = Flight(self.overflow)
         self.hosts = Hosts(self.overflow)
+        self.sites = Sites(self.overflow)
         self.ticked_ns = 0
         self.witnesses = Witnesses(self.overflow)
         self._begin(Hooks([]))
@@ -129,6 +131,8 @@ class State:
             Kind.COMM: self._comm,
             Kind.COMMS: self._comms,
             Kind.CONTEXT: self._context,
+            Kind.SITE: self.sites.add,
+            Kind.SITES: self.sites.count,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,

@@ -16,6 +16,7 @@ from stallscope.capture.inference import Inference
 from stallscope.capture.libmatch import WANTED
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import RawTracepoint, close_all
+from stallscope.capture.linkstyle import Style
 from stallscope.capture.loader import Loaded
 from stallscope.capture.loop import POLL_MS, Loop
 from stallscope.capture.outbox import Outbox
@@ -27,6 +28,7 @@ from stallscope.capture.returns import Returns
 from stallscope.capture.rings import Thread
 from stallscope.capture.sharing import LINKS_PER_FILE, Sharing
 from stallscope.capture.shims import Shims
+from stallscope.capture.sites import Sites
 from stallscope.capture.suspicion import EARLY_NS
 from stallscope.capture.tables import CommRows, Tables
 from stallscope.capture.target import Target
@@ -101,6 +103,10 @@ class Session(Loop):
         self._inference = Inference(parser, self.tables.rows, outbox.send, self._clock)
         self._losses = Losses(self._read_losses, outbox.send)
         self._comms = CommReader(CommRows(self.tables), parser, outbox.send)
+        self._sites = Sites(
+            self.tables.sites, parser, outbox.send, self._clock, self.population.proc_of_slot,
+            works=loaded.style is not Style.PERF_NO_COOKIE,
+        )  # fmt: skip
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None
         self._next_early_ns = 0
@@ -129,6 +135,7 @@ class Session(Loop):
         self.shims.calibrate()
         self.population.adopt(self.settings.pids, self.settings.more)
         self._carriers.rush(self.population.live())
+        self._sites.look(self.population.live())
         for target in self.population.live():
             self._inference.search(target)
         self.look()  # what came while the stacks were searched
@@ -149,6 +156,7 @@ class Session(Loop):
         # Before the news: a file is asked for a library inside it only when the library had time to come by its name.
         self._carriers.step(self.population.live())
         self._read_mappings()
+        self._sites.look(self.population.live())
 
     def _read_losses(self) -> dict[str, int]:
         return {name: self.tables.ctl.get(place) for place, name in LOSS_PLACES.items()}
@@ -176,6 +184,10 @@ class Session(Loop):
         self._next_early_ns = 0
         for target in self.population.live():
             self._inference.check(target)
+
+    def _slow(self, now: int) -> None:
+        self._sites.send()
+        super()._slow(now)
 
     def _open_tap(self, on: bool) -> None:
         self.tables.open_tap(on)
@@ -229,6 +241,7 @@ class Session(Loop):
     def _let_go(self) -> None:
         self._read_mappings()
         self.population.unlink_all()
+        self._sites.finish(self.population.live())
 
     def _last_look(self, target: Target) -> None:
         self._inference.check(target)
