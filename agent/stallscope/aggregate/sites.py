@@ -58,6 +58,7 @@ class Sites:
         self.unknown: dict[int, str] = {}
         self._overflow = overflow
         self._frames: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._by_hook: dict[tuple[int, int], list[Site]] = {}
 
     def add(self, body: Body) -> None:
         """A SITE frame. A second one of the same number changes nothing."""
@@ -68,7 +69,13 @@ class Sites:
         number, proc, hook = integer(body, "id"), integer(body, "proc"), integer(body, "hook", 0, WIRE_HOOKS)
         why = maybe_text(body, "why")
         if number not in self.table and not self._overflow.full("call sites", len(self.table)):
-            self.table[number] = Site(number, proc, hook, [self._shared(frame) for frame in frames], cut, why)
+            site = Site(number, proc, hook, [self._shared(frame) for frame in frames], cut, why)
+            self.table[number] = site
+            self._by_hook.setdefault((proc, hook), []).append(site)
+
+    def of(self, proc: int, hook: int) -> list[Site]:
+        """Those of one function in one process."""
+        return self._by_hook.get((proc, hook), [])
 
     def _shared(self, frame: dict[str, Any]) -> dict[str, Any]:
         """One object for equal frames: stacks have most of them in common."""
@@ -97,4 +104,5 @@ def _row(row: Any) -> tuple[int, SiteTimes]:
     if any(bucket >= BUCKETS for bucket in row[5][::2]):
         raise BadField("rows holds a site with an impossible bucket")
     hist[row[5][::2]] = row[5][1::2]
-    return row[0], SiteTimes(*row[1:5], hist)
+    number, calls, total_ns, max_ns, max_at_ns = row[:5]
+    return number, SiteTimes(calls, total_ns, max_ns, max_at_ns, hist)
