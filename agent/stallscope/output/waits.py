@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from stallscope.output.rows import Row
+from stallscope.output.rows import Row, bound
 from stallscope.output.tables import table
 from stallscope.output.words import at_least, count, cut, duration, least, share
 
@@ -144,8 +144,8 @@ def lines(report: Row, page: Console) -> None:
     several = any(row["procs"] > 1 for row in rows[:LINES])
     columns = ["LINE", "FUNCTION", *["processes"] * several, "count", "total", "share"]
     table(page, "the lines that wait most (share of the time of their processes)", columns, rows, LINES, lambda r: [
-        r["line"],
-        cut(r["api"], 22),
+        cut(r["line"], 26 if several else 36),
+        cut(r["api"], 21),
         *[str(r["procs"])] * several,
         least(r, "count", count),
         least(r, "total_ns", duration),
@@ -165,14 +165,13 @@ def _tell_unknown(unknown: list[Row], page: Console) -> None:
 def _line(frame: Row) -> str:
     """ "loop/train.py:42 step": the end of the path tells more than its beginning."""
     place = "/".join(frame["file"].split("/")[-2:])
-    return cut(f"{place[-28:]}:{frame['line'] or '?'} {frame['function']}", 44)
+    return f"{place[-24:]}:{frame['line'] or '?'} {frame['function']}"
 
 
 def _sum(key: tuple[str, str], group: list[Row], walls: dict[int, int]) -> Row:
     procs = {stall["proc"] for stall in group}
     row: Row = {"line": key[0], "api": key[1], "procs": len(procs), "proc": 0}
     row |= {number: sum(stall[number] for stall in group) for number in ("count", "total_ns")}
-    row |= {
-        f"{number}_is": "lower_bound" for number in ("count", "total_ns") if any(at_least(s, number) for s in group)
-    }
+    for number in ("count", "total_ns"):
+        bound(row, any(at_least(stall, number) for stall in group), number)
     return row | {"wall": sum(walls.get(proc, 0) for proc in procs)}
