@@ -1,12 +1,12 @@
-"""waitsites.py [ROUNDS [WAIT_US]]: waits from every kind of Python code, and knows its own call sites.
+"""waitsites.py [ROUNDS [WAIT_US [CHURN [FORK]]]]: waits from every kind of Python code, and knows its own call sites.
 
 Prints "ready", waits for a line, and ends with one line of JSON: "sites" {"function:line": count} of this file. `seen()`
-stands on the line of the wait, so both see the same frame. For any CPython from 3.9 on.
+stands on the line of the wait, so both see the same frame. CHURN: pieces of code that are made, wait once and are gone.
+FORK: the rounds are those of a forked child. For any CPython from 3.9 on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import json
@@ -14,7 +14,8 @@ import os
 import sys
 import threading
 from collections import Counter
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from cuda_calls import Runtime, ready
 
@@ -42,10 +43,13 @@ def wait() -> Any:
     return functools.partial(runtime.library.cudaStreamSynchronize, local.stream)
 
 
+# What is counted and what waits stand on one line.
+# ruff: noqa: E702
+# fmt: off
 def outer() -> None:
     def inner() -> None:
         def innermost() -> None:
-            seen(); wait()()  # noqa: E702
+            seen(); wait()()
 
         innermost()
 
@@ -57,24 +61,24 @@ class Loader:
         return self
 
     def __next__(self) -> int:
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
         return 1
 
     @property
     def ready(self) -> bool:
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
         return True
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
 
 
 def batches(count: int) -> Iterator[int]:
     for number in range(count):
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
         yield number
 
 
@@ -82,14 +86,14 @@ def timed(function: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(function)
     def wrapper() -> None:
         function()
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
 
     return wrapper
 
 
 @timed
 def decorated() -> None:
-    seen(); wait()()  # noqa: E702
+    seen(); wait()()
 
 
 in_lambda = lambda: (seen(), wait()())  # noqa: E731
@@ -99,34 +103,34 @@ def handler() -> None:
     try:
         raise ValueError
     except ValueError:
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
     finally:
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
 
 
 def recursion(depth: int) -> None:
     if depth:
         recursion(depth - 1)
     else:
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
 
 
 def through_c() -> None:
     """libc calls back: C frames between two Python frames of one stack."""
 
     def compare(_a: int, _b: int) -> int:
-        seen(); wait()()  # noqa: E702
+        seen(); wait()()
         return 0
 
     libc.qsort((ctypes.c_int * 2)(1, 2), 2, 4, COMPARE(compare))
 
 
 def with_gil() -> None:
-    seen(); held.cudaStreamSynchronize(local.stream)  # noqa: E702
+    seen(); held.cudaStreamSynchronize(local.stream)
 
 
 def several_lines() -> None:
-    seen(); wait()(  # noqa: E702
+    seen(); wait()(
     )
 
 
@@ -138,6 +142,7 @@ def sort_key() -> None:
     sorted([1], key=lambda _: (seen(), wait()()))
 
 
+# fmt: on
 def one_round() -> None:
     loader = Loader()
     next(loader)
@@ -165,12 +170,21 @@ def churn(rounds: int) -> None:
         exec(compile(text, "<churn>", "exec"), {"seen": seen, "wait": wait})
 
 
+def fork_and_wait() -> None:
+    """Goes on in the child; its parent waits for it."""
+    child = os.fork()
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
 def main() -> None:
     global wait_ns
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     wait_ns = int(sys.argv[2]) * 1000 if len(sys.argv) > 2 else wait_ns
     churned = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     ready()
+    if len(sys.argv) > 4:
+        fork_and_wait()
     local.stream = runtime.stream()
     threads = [threading.Thread(target=thread, args=(rounds,)) for _ in range(4)]
     for each in threads:
@@ -180,9 +194,9 @@ def main() -> None:
     churn(churned)
     for each in threads:
         each.join()
-    with contextlib.suppress(BrokenPipeError):
-        print(json.dumps({"target": "waitsites.py", "pid": os.getpid(), "version": sys.version_info[:2],
-                          "calls": dict(runtime.calls), "sites": dict(truth)}))  # fmt: skip
+    print(
+        json.dumps({"target": "waitsites.py", "pid": os.getpid(), "calls": dict(runtime.calls), "sites": dict(truth)})
+    )
 
 
 if __name__ == "__main__":

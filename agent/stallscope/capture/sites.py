@@ -15,13 +15,12 @@ from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import Facts
 from stallscope.capture.pycode import CodeReader
 from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown
-from stallscope.capture.sitetable import Site, SiteTable
+from stallscope.capture.sitetable import NO_THREAD, UNREADABLE, Site, SiteTable
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
 
 __all__ = ["Sites"]
 
-NO_THREAD, UNREADABLE, DEEP = 2, 4, 8  # native/wire.h, enum wire_site_flag
 NOT_PYTHON = "the thread is none of Python's"
 NO_FRAME = "the thread runs no Python code"
 UNREADABLE_FRAME = "its Python frame could not be read"
@@ -146,7 +145,7 @@ class Sites:
         self._send(
             Kind.SITE,
             {"at_ns": now, "proc": proc, "id": self._next_number, "hook": site.hook, "tid": site.tid, "frames": frames,
-             "cut": bool(site.flags & (UNREADABLE | DEEP)), "why": why},
+             "cut": site.is_cut, "why": why},
         )  # fmt: skip
         self._next_number += 1
 

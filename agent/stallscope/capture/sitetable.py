@@ -11,10 +11,11 @@ from stallscope.capture.pycode import PyFrame
 from stallscope.capture.pyconfig import Python
 from stallscope.capture.rings import Ctl, Table
 
-__all__ = ["FSBASE", "FULL", "Site", "SiteTable", "Times"]
+__all__ = ["FSBASE", "FULL", "NO_THREAD", "UNREADABLE", "Site", "SiteTable", "Times"]
 
 FSBASE, TAKEN, FULL = 40, 41, 42  # enum wire_ctl
-READY = 1
+READY, NO_THREAD, UNREADABLE, DEEP = 1, 2, 4, 8  # enum wire_site_flag
+MAX_FRAMES = 32
 _HEAD = struct.Struct("<QIIIIIIQ")
 _FRAME = struct.Struct("<QII")
 _SITE_BYTES = ffi.sizeof("struct wire_site")
@@ -24,7 +25,10 @@ _WORDS = _SITE_BYTES // 8
 
 
 class Site(NamedTuple):
-    """One row. `flags` as enum wire_site_flag; frames innermost first, those between Python frames left out."""
+    """One row. `flags` as enum wire_site_flag; frames innermost first, those between Python frames left out.
+
+    `is_cut`: outer frames are missing.
+    """
 
     row: int
     flags: int
@@ -33,6 +37,7 @@ class Site(NamedTuple):
     hook: int
     tid: int
     frames: list[PyFrame]
+    is_cut: bool
 
 
 class Times(NamedTuple):
@@ -75,7 +80,9 @@ class SiteTable:
         if not flags & READY:
             return None
         slots = [_FRAME.unpack_from(data, _HEAD.size + 16 * i) for i in range(min(count, lib.WIRE_PY_FRAMES))]
-        return Site(row, flags, pid, slot, hook, tid, [PyFrame(*frame) for frame in slots if frame[0]])
+        frames = [PyFrame(*frame) for frame in slots if frame[0]]
+        is_cut = bool(flags & (UNREADABLE | DEEP)) or len(frames) > MAX_FRAMES
+        return Site(row, flags, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut)
 
     def calls(self, row: int) -> int:
         """How many calls returned."""
