@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
  * How to walk Python frames follows the processes: copied at a fork, gone with an exec. */
+#ifndef NO_COOKIES
 /* A forked child has its parent's memory, so the same configuration, before it runs. Stands behind
  * on_fork, so that it is attached, and runs, after it: the child is in the filter then. */
 ON("raw_tracepoint/sched_process_fork") int python_fork(raw_ctx *ctx) {
@@ -25,3 +26,4 @@ ON("raw_tracepoint/sched_process_exec") int python_exec(raw_ctx *ctx) {
   if (p) p->tgid = 0;
   return 0;
 }
+#endif
