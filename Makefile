@@ -22,7 +22,7 @@ MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 SHIM := $(BUILD)/shim/libstallscope.so
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
-.PHONY: help build generate demo test test-unit test-root test-libs test-torch test-culprit test-shim test-gpu lint fuzz bench clean
+.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-culprit test-shim test-gpu lint fuzz bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -102,6 +102,9 @@ $(TORCH_VENV)/installed.stamp: tests/torch/requirements.txt
 	$(Q)[ -x $(TORCH_VENV)/bin/python ] || $(TORCH_PYTHON) -m venv $(TORCH_VENV)
 	$(Q){ $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r tests/torch/requirements.txt; } $(QUIET)
 	@touch $@
+
+test-pythons: build ## call sites on every CPython from 3.9 on that pyenv or the system has (5 minutes)
+	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_PYTHONS=1 $(PY) -m pytest -v tests/integration/test_sites.py
 
 test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 10 minutes)
 	$(Q)$(PY) -m pytest tests/torch --durations=5

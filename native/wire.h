@@ -28,6 +28,13 @@
 #define WIRE_NO_FILE 31    /* number of files beyond the 31st */
 #define WIRE_SIGNALS 32    /* 1 to 31: those that end a process by themselves, the standard ones */
 #define WIRE_COMM_BYTES 16 /* a task's name in the kernel */
+#define WIRE_SITES 4096    /* call sites at once: stacks by process and hook */
+#define WIRE_SITE_BITS 12
+#define WIRE_SITE_PROBES 8 /* open addressing: rows looked at for one site */
+#define WIRE_WALKS 128     /* stacks that are put together at once */
+#define WIRE_WALK_PROBES 4
+#define WIRE_PY_FRAMES 36     /* slots of a stack: 32 frames, and those that CPython 3.12 puts between */
+#define WIRE_PY_CODE_WORDS 11 /* words of a code object, and of its line table, that a signature is made of */
 
 enum wire_kind {
   WIRE_CALL = 0,      /* entry of a hook without return probe: dur_ns is unknown */
@@ -79,6 +86,9 @@ enum wire_ctl {
   WIRE_CONF_PID_LEVEL = 25,   /* offset of pid.level */
   WIRE_CONF_PID_NUMBERS = 26, /* offset of pid.numbers */
   WIRE_CONF_TASK_COMM = 27,   /* offset of task_struct.comm */
+  WIRE_CONF_FSBASE = 40,      /* offset of task_struct.thread.fsbase; 0 = no Python stacks on this kernel */
+  WIRE_SITE_TAKEN = 41,       /* rows of the table of sites taken so far; no loss */
+  WIRE_SEEN_NO_SITE = 42,     /* table of sites full: a wait is counted without its site */
   WIRE_CTL_SIZE = 64,
 };
 
@@ -149,7 +159,7 @@ struct wire_frame {
   uint32_t n;
   uint8_t flags; /* wire_flag */
   uint8_t pick;  /* chosen by sampling */
-  uint16_t reserved;
+  uint16_t site; /* row of the table of sites + 1; 0 = none */
   uint64_t a[8];
 };
 
@@ -201,7 +211,67 @@ struct wire_ranges {
 /* Sampling of one hook: record call n when mix(n) <= threshold; 0 = never by chance. */
 struct wire_conf {
   uint32_t threshold;
-  uint32_t reserved;
+  uint32_t sites; /* 1: the call site of each call is looked up */
+};
+
+/* How to walk the Python frames of one process (capture/pylayout.py has the numbers of each version); byte offsets. */
+struct wire_python {
+  uint32_t tgid;        /* whose it is; another one's is not used */
+  uint32_t image;       /* grows with every configuration: stacks of an earlier program are others */
+  uint32_t tss_at;      /* from the thread's fs base: the word that holds its PyThreadState */
+  uint32_t thread_id;   /* of the PyThreadState, as are the next two */
+  uint32_t frame;       /* word that points to the frame, or to a _PyCFrame */
+  uint32_t cframe;      /* of the _PyCFrame: the frame; WIRE_PY_NO_CFRAME = there is none in between */
+  uint32_t frame_bytes; /* bytes of a frame that are read, below 128 */
+  uint32_t previous;    /* of a frame, as are the next three */
+  uint32_t code;
+  uint32_t instr;      /* last instruction */
+  uint32_t owner;      /* a byte; of versions without one, of a byte behind the frame that is 0 */
+  uint32_t shim_owner; /* owners from here on are no Python frames */
+  uint32_t instr_base; /* of a code object: where its instructions begin, for an address */
+  uint32_t is_address; /* 1: instr is an address, 0: a number */
+  uint32_t code_block; /* of a code object: WIRE_PY_CODE_WORDS immutable words, the last one its line table */
+  uint32_t
+      table_bytes; /* of the line table's size, hash and beginning, for the signature: 8 * WIRE_PY_CODE_WORDS or 0 */
+};
+#define WIRE_PY_NO_CFRAME 65535
+
+/* One Python frame. `sig` tells whether an address still holds the code object that was seen there. */
+struct wire_py_frame {
+  uint64_t code;  /* 0: not a Python frame */
+  uint32_t instr; /* bytes, or in CPython 3.10 units of 2 bytes, from the code's first instruction on */
+  uint32_t sig;
+};
+
+enum wire_site_flag {
+  WIRE_SITE_READY = 1,      /* all other fields but the times are written */
+  WIRE_SITE_NO_THREAD = 2,  /* the thread is none of Python's */
+  WIRE_SITE_UNREADABLE = 4, /* a frame could not be read: what is outside of it is missing */
+  WIRE_SITE_DEEP = 8,       /* more than WIRE_PY_FRAMES slots */
+};
+
+/* Where a stack is put together. Not per CPU: a probe's program can be preempted by another thread's. */
+struct wire_walk {
+  uint64_t busy;
+  uint64_t frames;
+  uint64_t flags;
+  uint64_t frame[16]; /* the frame that is looked at; the last word stays 0 */
+  uint64_t w[16];
+  struct wire_py_frame f[WIRE_PY_FRAMES];
+};
+
+/* One call site: outermost calls of one hook with one Python stack in one process. `time` counts those that returned. */
+struct wire_site {
+  uint64_t flags; /* enum wire_site_flag; written last */
+  uint32_t tgid;
+  uint32_t slot;
+  uint32_t hook;
+  uint32_t frames;
+  uint32_t image;
+  uint32_t tid; /* the thread that came first */
+  uint64_t max_at_ns;
+  struct wire_py_frame f[WIRE_PY_FRAMES]; /* innermost first */
+  struct wire_time time;
 };
 
 #ifndef WIRE_CDEF
@@ -213,5 +283,7 @@ _Static_assert(sizeof(struct wire_frame) == 96, "wire_frame");
 _Static_assert(sizeof(struct wire_row) == 416, "wire_row");
 _Static_assert(sizeof(struct wire_comm) == 16, "wire_comm");
 _Static_assert(sizeof(struct wire_ending) == 1032, "wire_ending");
+_Static_assert(sizeof(struct wire_python) == 64, "wire_python");
+_Static_assert(sizeof(struct wire_site) == 1280, "wire_site");
 #endif
 #endif

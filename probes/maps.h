@@ -19,6 +19,10 @@ MAP_ARRAY(spans, struct wire_span, WIRE_FILES *WIRE_HOOKS);
 MAP_ARRAY(ctl, u64, WIRE_CTL_SIZE);
 MAP_HASH(procs, u32, u32, 4096); /* tgid -> slot | PROC_FOLLOW: the filter */
 MAP_ARRAY(comms, struct wire_comm, COMM_ROWS);
+MAP_ARRAY(pythons, struct wire_python, WIRE_PROCS);
+MAP_ARRAY(site_keys, u64, WIRE_SITES);
+MAP_ARRAY(walks, struct wire_walk, WIRE_WALKS);
+MAP_ARRAY(sites, struct wire_site, WIRE_SITES);
 MAP_RING(vital, VITAL_BYTES);
 MAP_RING(bulk, BULK_BYTES);
 MAP_RING(life, 1 << 18); /* process events: apart, so that no flood of errors pushes out a fork */
@@ -139,6 +143,11 @@ INL u64 *sequence_of(u32 tgid, u64 comm) {
 INL struct wire_frame *frame_at(struct wire_row *r, u32 i) {
   asm volatile("" : "+r"(i));
   return &r->f[i & (WIRE_DEPTH - 1)];
+}
+
+INL int wants_site(u32 hook) {
+  struct wire_conf *c = conf.lookup(&hook);
+  return c && c->sites;
 }
 
 /* Not n % N: a step that makes a multiple of N calls would always show the same ones. */

@@ -10,6 +10,7 @@
 #include "wire.h"
 #include "maps.h"
 #include "record.h"
+#include "python.h"
 
 INL void lose(struct wire_count *c, u32 place) {
   if (c) __sync_fetch_and_add(&c->lost, 1);
@@ -78,7 +79,7 @@ INL int inside_family(struct wire_row *r, u32 depth, u32 family) {
   return nested;
 }
 
-INL void push(struct wire_row *r, u32 d, struct hit *h, u64 sp, u32 pick) {
+INL void push(struct wire_row *r, u32 d, struct hit *h, u64 sp, u32 pick, u32 site) {
   r->seq++; /* odd: readers try again; the empty asm keeps the compiler from merging the two increments */
   asm volatile("" ::: "memory");
   struct wire_frame *f = frame_at(r, d);
@@ -88,6 +89,7 @@ INL void push(struct wire_row *r, u32 d, struct hit *h, u64 sp, u32 pick) {
   f->n = h->n;
   f->flags = h->flags;
   f->pick = pick;
+  f->site = site;
 #pragma unroll
   for (int i = 0; i < 8; i++) f->a[i] = h->a[i];
   r->depth = d + 1;
@@ -140,10 +142,11 @@ INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
   take_arguments(&h, ctx);
   if ((FLAGS_OF(cookie) & WIRE_HOOK_DRIVER) && returns_into_runtime(h.slot, h.back)) h.flags |= WIRE_NESTED;
   if (h.flags & WIRE_NESTED) __sync_fetch_and_add(&c->nested, 1);
-  h.ts = bpf_ktime_get_ns();
+  u32 site = r && d < WIRE_DEPTH && !(h.flags & WIRE_NESTED) ? site_of(h.id, h.slot, HOOK_OF(cookie)) : 0;
+  h.ts = bpf_ktime_get_ns(); /* after the stack: a wait is not longer for having been looked at */
   if (is_nccl) record_entry(&h, ctx, d);
   if (r && d < WIRE_DEPTH) {
-    push(r, d, &h, ctx->sp, pick);
+    push(r, d, &h, ctx->sp, pick, site);
     return 0;
   }
   if (r) r->depth = d + 1;
@@ -151,10 +154,7 @@ INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
   return 0;
 }
 
-INL void add_time(u32 slot, u64 cookie, u32 flags, u64 dur) {
-  u32 i = slot * WIRE_TIMES + TIME_OF(cookie) + (flags & WIRE_NESTED);
-  struct wire_time *t = times.lookup(&i);
-  if (!t) return;
+INL void add_to(struct wire_time *t, u64 dur) {
   u64 m = t->max_ns;
   __sync_fetch_and_add(&t->n, 1);
   __sync_fetch_and_add(&t->sum_ns, dur);
@@ -167,6 +167,21 @@ INL void add_time(u32 slot, u64 cookie, u32 flags, u64 dur) {
   u32 b = bucket_of(dur);
   asm volatile("" : "+r"(b));
   if (b < WIRE_BUCKETS) __sync_fetch_and_add(&t->hist[b], 1);
+}
+
+INL void add_time(u32 slot, u64 cookie, u32 flags, u64 dur) {
+  u32 i = slot * WIRE_TIMES + TIME_OF(cookie) + (flags & WIRE_NESTED);
+  struct wire_time *t = times.lookup(&i);
+  if (t) add_to(t, dur);
+}
+
+/* After the hook's own time: user space reads sites first, so that those of a hook never add up to more than it has. */
+INL void add_site(u32 site, u64 ts, u64 dur) {
+  u32 i = site - 1;
+  struct wire_site *s = site ? sites.lookup(&i) : 0;
+  if (!s) return;
+  add_to(&s->time, dur);
+  if (s->time.max_ns == dur) s->max_at_ns = ts;
 }
 
 /* Two results are no errors: ncclInProgress, and cudaErrorNotReady, which the driver's CUresult numbers alike. */
@@ -236,6 +251,7 @@ INL int do_return(struct pt_regs *ctx, u64 cookie) {
   struct wire_count *c = count_of(r->slot, HOOK_OF(cookie));
   if (!c) return 0;
   add_time(r->slot, f->cookie, f->flags, dur);
+  add_site(f->site, f->ts_ns, dur);
   if (is_error(cookie, status)) __sync_fetch_and_add(&c->errors, 1);
   record_done(r, f, id, dur, status, c);
   return 0;
@@ -260,3 +276,4 @@ ON("uprobe") int pair_return(struct pt_regs *ctx) {
 
 #include "life.h"
 #include "endings.h"
+#include "python_life.h"

@@ -127,6 +127,17 @@ class Kit:
                            status=status, a=(0x7000, nranks, rank, 0, 0, 0, 0, pointer))  # fmt: skip
         self.recs.append(done)
 
+    def site(self, number: int, places: list[tuple[str, int, str]], durations: list[int], *, proc: int = 1,
+             api: str = "cudaStreamSynchronize", why: str | None = None) -> None:  # fmt: skip
+        """A Python stack (file, line, function; innermost first) and what was counted there."""
+        frames = [[*place, "python"] for place in places]
+        self.add(Kind.SITE, at_ns=self.now, proc=proc, id=number, hook=BY_NAME[api].id, tid=4242, frames=frames, cut=False,
+                 why=why)  # fmt: skip
+        buckets = sorted(bucket(ns) for ns in durations)
+        pairs = [n for b in sorted(set(buckets)) for n in (b, buckets.count(b))]
+        row = [number, len(durations), sum(durations), max(durations), self.now, pairs]
+        self.add(Kind.SITES, at_ns=self.now, proc=proc, rows=[row])
+
     def flush(self) -> None:
         """Send the records made so far."""
         if self.recs:
@@ -200,6 +211,7 @@ def small() -> Kit:
     for ns in (300_000, 2_000_000, 40_000):
         kit.wait(ns=ns)
     kit.wait(ns=10, recorded=False)
+    kit.site(1, [("/job/train.py", 12, "step"), ("/job/train.py", 40, "main")], [300_000, 2_000_000])
     kit.wait("cudaMalloc", 70_000, status=2)
     kit.init_rank(0, pointer=0xABC000)
     kit.add(Kind.COMM, at_ns=kit.now, proc=1, pointer=0xDEF000, by="table", rank_at=0x1000, version="2.27.5",

@@ -8,7 +8,7 @@ from stallscope.aggregate.checks import BadField, integer, items, maybe_integer,
 from stallscope.aggregate.limits import Overflow
 from stallscope.wire.frames import Body
 
-__all__ = ["Host", "Hosts", "Stack", "Task", "task"]
+__all__ = ["Host", "Hosts", "Stack", "Task", "stack_frame", "task"]
 
 MAX_TASKS, MAX_FRAMES, MAX_TEXT = 64, 256, 512
 KEPT = 8
@@ -67,7 +67,7 @@ class Hosts:
 
     def stack(self, body: Body) -> None:
         """A STACK frame."""
-        frames = [_frame(row) for row in items(body, "frames", MAX_FRAMES)]
+        frames = [stack_frame(row) for row in items(body, "frames", MAX_FRAMES)]
         stack = Stack(integer(body, "at_ns"), integer(body, "tid"), frames, maybe_text(body, "why"))
         proc = integer(body, "proc")
         self._keep(self.stacks, proc, stack, "stacks")
@@ -121,7 +121,8 @@ def _writing(value: Any) -> tuple[str, int] | None:
     return _word(value[0]) or "", value[1]
 
 
-def _frame(row: Any) -> dict[str, Any]:
+def stack_frame(row: Any) -> dict[str, Any]:
+    """A frame of a stack as frames have it, checked. Raises BadField."""
     if not isinstance(row, list) or len(row) != 4 or not (row[1] is None or type(row[1]) is int):
         raise BadField("frames holds no frame")
     kind = "python" if row[3] == "python" else "native"

@@ -42,6 +42,8 @@ LIMITS = {
     "step tokens": 1 << 16,
     "processes with steps": 128,
     "kinds of calls in steps": 2048,
+    "call sites": 16384,
+    "frames of call sites": 65536,
 }
 
 

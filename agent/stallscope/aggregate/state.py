@@ -33,6 +33,7 @@ from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.ooms import OomKills
 from stallscope.aggregate.operations import Operations
 from stallscope.aggregate.process import Link, Process, Processes
+from stallscope.aggregate.sites import Sites
 from stallscope.aggregate.table import table_rows
 from stallscope.aggregate.witnesses import Witnesses
 from stallscope.wire.columns import REC, UID_REC
@@ -114,6 +115,7 @@ class State:
         self.hosts = Hosts(self.overflow)
         self.crews = Crews(self.overflow)
         self.oom_kills = OomKills(self.overflow)
+        self.sites = Sites(self.overflow)
         self.ticked_ns = 0
         self.witnesses = Witnesses(self.overflow)
         self._begin(Hooks([]))
@@ -141,6 +143,8 @@ class State:
             Kind.CONTEXT: self._context,
             Kind.OOM: self.oom_kills.add,
             Kind.CREW: self.crews.look,
+            Kind.SITE: self.sites.add,
+            Kind.SITES: self.sites.count,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,

@@ -1,13 +1,15 @@
-"""The one BPF map that user space writes by system call: which processes are traced, and in which slot."""
+"""Two BPF maps without a view in C: which processes are traced, and in which slot; and the communicators."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import struct
 
+from stallscope.capture._drain import lib
 from stallscope.capture.kernel import bpf
 
-__all__ = ["PROC_FOLLOW", "ProcsMap"]
+__all__ = ["PROC_FOLLOW", "Comms", "ProcsMap"]
 
 PROC_FOLLOW = 0x10000
 _UPDATE, _DELETE = 2, 3
@@ -32,3 +34,24 @@ class ProcsMap:
     def remove(self, tgid: int) -> None:
         """Stop tracing it. Raises OSError when it is not there."""
         self._call(_DELETE, tgid, 0)
+
+
+class Comms:
+    """The table of communicators (native/wire.h, wire_comm): rows are taken once and never freed."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, 16 << lib.WIRE_COMM_BITS, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._words = memoryview(self._map).cast("Q")
+
+    def keys(self) -> list[int]:
+        """The key of every row, 0 where it is free. About a millisecond."""
+        return self._words[::2].tolist()
+
+    def next(self, row: int) -> int:
+        """How many operations were numbered there."""
+        return self._words[2 * row + 1]
+
+    def close(self) -> None:
+        """Unmap."""
+        self._words.release()
+        self._map.close()

@@ -10,26 +10,21 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections import Counter
 from typing import NamedTuple
 
 from stallscope.capture.blocked import read_up
-from stallscope.capture.mapped import open_mapping
-from stallscope.capture.parser_client import Objects, ParserClient, ParserFailed
-from stallscope.capture.procfs import Block, Mapping, executable_mappings
+from stallscope.capture.parser_client import ParserClient
+from stallscope.capture.procfs import Block, executable_mappings
+from stallscope.capture.variables import Variables, address_in
 from stallscope.wire.environment import MAX_NAME, MAX_READ
 
 __all__ = ["LIBC", "Environs", "live_words"]
 
 NAMES = ("environ", "__environ")
 LIBC = re.compile(r"libc(?:\.so\.6|-2\.\d+\.so|\.so|\.musl-[\w-]+\.so\.1)|ld-musl-[\w-]+\.so\.1")
-PAGE = 4096
 FIRST, MOST = 2048, 65536  # bytes of the array: so many are read at first, and at most
 MAX_OUTSIDE = 512
-MAX_FILES, MAX_TRIES = 256, 2
-DEADLINE_S = 1.0
 WORD = MAX_NAME + 1 + MAX_READ + 2
-NOTHING = Objects({}, [])
 
 
 class _Place(NamedTuple):
@@ -48,10 +43,8 @@ class Environs:
     """
 
     def __init__(self, parser: ParserClient) -> None:
-        self._parser = parser
+        self._variables = Variables(parser, NAMES)
         self._places: dict[int, _Place] = {}
-        self._files: dict[tuple[int, ...], Objects] = {}
-        self._failures: Counter[tuple[int, ...]] = Counter()
 
     def words(self, proc: int, parent: int | None, pid: int, block: Block) -> list[bytes] | None:
         """NAME=value strings that the process has now; None where they can't be read."""
@@ -81,48 +74,10 @@ class Environs:
         own = [m for m in mappings if m.inode == program][:1]
         libcs = [m for m in mappings if LIBC.fullmatch(m.path.rpartition("/")[2].removesuffix(" (deleted)"))]
         for mapping in [*own, *sorted(libcs, key=lambda m: -m.start)[:2]]:
-            found = _address(self._objects(pid, mapping), mapping)
+            found = address_in(self._variables.of(pid, mapping), mapping, NAMES)
             if found is not None:
                 return found
         return None
-
-    def _objects(self, pid: int, mapping: Mapping) -> Objects:
-        try:
-            fd = open_mapping(pid, mapping)
-        except OSError:
-            return NOTHING
-        try:
-            info = os.fstat(fd)
-            key = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
-            if key not in self._files:
-                if len(self._files) >= MAX_FILES:
-                    self._files.clear()
-                    self._failures.clear()
-                self._ask(fd, key)
-            return self._files.get(key, NOTHING)
-        finally:
-            os.close(fd)
-
-    def _ask(self, fd: int, key: tuple[int, ...]) -> None:
-        try:
-            self._files[key] = self._parser.objects(fd, NAMES, deadline_s=DEADLINE_S)
-        except (ParserFailed, OSError) as problem:
-            # One that can't be read tells as much as one without such a variable. A parser that was held up may do
-            # better the next time, and not for ever: meanwhile nobody drains the rings.
-            self._failures[key] += 1
-            if not (isinstance(problem, ParserFailed) and problem.died) or self._failures[key] >= MAX_TRIES:
-                self._files[key] = NOTHING
-
-
-def _address(objects: Objects, mapping: Mapping) -> int | None:
-    """Where the variable is, by where one executable segment of its file was mapped."""
-    vaddr = next((objects.vaddrs[name] for name in NAMES if name in objects.vaddrs), None)
-    if vaddr is None:
-        return None
-    for begin, size, offset in objects.exec_segments:
-        if offset // PAGE * PAGE <= mapping.offset < offset + size:
-            return mapping.start - mapping.offset + offset - begin + vaddr
-    return None
 
 
 def live_words(pid: int, at: int, block: Block) -> list[bytes] | None:

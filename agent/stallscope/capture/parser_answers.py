@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "Objects", "ParserFailed", "Symbol",
-    "check_comm", "check_frames", "check_imports", "check_inferred", "check_needs", "check_objects", "check_symbols",
+    "check_comm", "check_frames", "check_imports", "check_inferred", "check_lines", "check_needs",
+    "check_objects", "check_symbols",
 ]  # fmt: skip
 
 ADDRESS_LIMIT = 1 << 47
@@ -17,6 +18,7 @@ BUILD_ID = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MACHINE = re.compile(r"[a-z0-9_]{1,16}")
 VERSION = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}")
+MAX_LINE = 1 << 31
 MIN_FIELD, MAX_FIELD, MAX_FUNCTIONS = 0x100, 16 << 20, 8
 
 
@@ -307,3 +309,11 @@ def check_objects(answer: dict[str, Any], names: frozenset[str], file_size: int)
         number(size, 0, 1 << 32, "size")
         vaddrs[name] = number(vaddr, 1, ADDRESS_LIMIT, "vaddr")
     return Objects(vaddrs, _segments(answer.get("exec_segments"), file_size))
+
+
+def check_lines(answer: dict[str, Any], count: int) -> list[int]:
+    """Check an answer to "lines": one for each table; raises ParserFailed."""
+    lines = items(answer.get("lines"), count, "lines")
+    if len(lines) != count:
+        raise _wrong("lines")
+    return [number(line, -1, MAX_LINE, "lines") for line in lines]

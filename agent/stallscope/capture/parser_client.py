@@ -31,6 +31,7 @@ from stallscope.capture.parser_answers import (
     check_comm,
     check_imports,
     check_inferred,
+    check_lines,
     check_needs,
     check_objects,
     check_symbols,
@@ -138,6 +139,13 @@ class ParserClient:
         answer = self._request({"op": "objects", "names": list(names)}, [fd], deadline_s)
         with self._distrust():
             return check_objects(answer, frozenset(names), os.fstat(fd).st_size)
+
+    def lines(self, tables: Sequence[tuple[int, int, int, bytes]]) -> list[int]:
+        """Source lines by the line tables of at most 64 Python code objects: (minor version, first line, offset of the
+        instruction in bytes, table). 0 = the instruction has none, -1 = it is not in the table. Raises ParserFailed."""
+        answer = self._request({"op": "lines", "tables": [list(table) for table in tables]}, [], None)
+        with self._distrust():
+            return check_lines(answer, len(tables))
 
     def infer(
         self,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from stallscope.capture._drain import ffi, lib
 
-__all__ = ["Comms", "Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
-           "SlotCounters", "Slots", "Spans", "Thread", "inflight_rows"]  # fmt: skip
+__all__ = ["Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
+           "SlotCounters", "Slots", "Spans", "Table", "Thread", "inflight_rows"]  # fmt: skip
 
 REC_BYTES, UID_BYTES, ROW_BYTES = 104, 232, 416
 MAX_UIDS = 1024
@@ -259,7 +259,9 @@ class SlotCounters(_View):
         _check(lib.counters__zero(self._c, slot), f"zero slot {slot}")
 
 
-class _Table(_View):
+class Table(_View):
+    """An array map of rows of whole words."""
+
     _type, _closer = "struct table", "table__close"
 
     def __init__(self, fd: int, row_words: int, rows: int) -> None:
@@ -273,8 +275,10 @@ class _Table(_View):
     def _set(self, row: int, word: int, value: int) -> None:
         _check(lib.table__set(self._c, row, word, value), f"row {row}")
 
+    set_word = _set
 
-class Ctl(_Table):
+
+class Ctl(Table):
     """Losses and settings by `enum wire_ctl`."""
 
     def __init__(self, fd: int) -> None:
@@ -289,29 +293,8 @@ class Ctl(_Table):
         self._set(index, 0, value)
 
 
-class Comms:
-    """The table of communicators (native/wire.h, wire_comm): rows are taken once and never freed."""
-
-    def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, 16 << lib.WIRE_COMM_BITS, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._words = memoryview(self._map).cast("Q")
-
-    def keys(self) -> list[int]:
-        """The key of every row, 0 where it is free. About a millisecond."""
-        return self._words[::2].tolist()
-
-    def next(self, row: int) -> int:
-        """How many operations were numbered there."""
-        return self._words[2 * row + 1]
-
-    def close(self) -> None:
-        """Unmap."""
-        self._words.release()
-        self._map.close()
-
-
-class Conf(_Table):
-    """Sampling thresholds by hook: 0 = never by chance, 2**32 - 1 = always."""
+class Conf(Table):
+    """Sampling thresholds by hook: 0 = never by chance, 2**32 - 1 = always; and whose call sites are looked up."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, 1, lib.WIRE_HOOKS)
@@ -324,10 +307,14 @@ class Conf(_Table):
         """Change it, at once. Raises ValueError outside 32 bits."""
         if not 0 <= threshold < 1 << 32:
             raise ValueError(f"threshold {threshold}")
-        self._set(hook, 0, threshold)
+        self._set(hook, 0, self._get(hook) >> 32 << 32 | threshold)
+
+    def look_up_sites(self, hook: int) -> None:
+        """From now on, where the process has a Python that is known."""
+        self._set(hook, 0, 1 << 32 | self.get(hook))
 
 
-class Ranges(_Table):
+class Ranges(Table):
     """Address ranges of the probed runtimes of each process slot, at most WIRE_RANGES."""
 
     def __init__(self, fd: int) -> None:
@@ -353,7 +340,7 @@ class Ranges(_Table):
         return [pair for pair in pairs if pair[0] < pair[1]]
 
 
-class Spans(_Table):
+class Spans(Table):
     """How far the runtime's text reaches around its probe points, by file number and hook."""
 
     def __init__(self, fd: int) -> None:
@@ -374,7 +361,7 @@ class Slot(NamedTuple):
     dead: bool
 
 
-class Slots(_Table):
+class Slots(Table):
     """Who has which process slot. Programs claim them too, for forked children."""
 
     def __init__(self, fd: int) -> None:

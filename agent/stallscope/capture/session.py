@@ -29,6 +29,7 @@ from stallscope.capture.returns import Returns
 from stallscope.capture.rings import Thread
 from stallscope.capture.sharing import LINKS_PER_FILE, Sharing
 from stallscope.capture.shims import Shims
+from stallscope.capture.sites import Sites
 from stallscope.capture.suspicion import EARLY_NS
 from stallscope.capture.tables import CommRows, Tables
 from stallscope.capture.target import Target
@@ -108,6 +109,10 @@ class Session(Loop):
         program = loaded.programs["on_exiting"] if loaded.style is Style.MULTI else None
         self._exit_probes = ExitProbes(program, parser, reaper.close_later)
         self._comms = CommReader(CommRows(self.tables), parser, outbox.send)
+        self._sites = Sites(
+            self.tables.sites, parser, outbox.send, self._clock, self.population.proc_of_slot,
+            works=loaded.style is not Style.PERF_NO_COOKIE,
+        )  # fmt: skip
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None
         self._next_early_ns = 0
@@ -136,6 +141,7 @@ class Session(Loop):
         self.shims.calibrate()
         self.population.adopt(self.settings.pids, self.settings.more)
         self._carriers.rush(self.population.live())
+        self._sites.look(self.population.live())
         for target in self.population.live():
             self._inference.search(target)
         self.look()  # what came while the stacks were searched
@@ -167,6 +173,7 @@ class Session(Loop):
         self._carriers.step(self.population.live())
         self._read_mappings()
         self.population.settle()
+        self._sites.look(self.population.live())
 
     def _read_losses(self) -> dict[str, int]:
         return {name: self.tables.ctl.get(place) for place, name in LOSS_PLACES.items()}
@@ -195,6 +202,10 @@ class Session(Loop):
         self._next_early_ns = 0
         for target in self.population.live():
             self._inference.check(target)
+
+    def _slow(self, now: int) -> None:
+        self._sites.send()
+        super()._slow(now)
 
     def _open_tap(self, on: bool) -> None:
         self.tables.open_tap(on)
@@ -250,6 +261,7 @@ class Session(Loop):
         self.population.settle(final=True)
         self._exit_probes.close()
         self.population.unlink_all()
+        self._sites.finish(self.population.live())
 
     def _last_look(self, target: Target) -> None:
         self._inference.check(target)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stallscope.capture.blocked import read_memory
-from stallscope.capture.bpfmaps import ProcsMap
+from stallscope.capture.bpfmaps import Comms, ProcsMap
 from stallscope.capture.endings import Endings
 from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
-from stallscope.capture.rings import Comms, Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
+from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
+from stallscope.capture.sitetable import FSBASE, SiteTable
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import BY_NAME, HOOKS
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["BULK_BYTES", "LEFT", "VITAL_BYTES", "CommRows", "Tables"]
 
 LIFE_BYTES = 1 << 18
+SITE_KINDS = ("wait", "copy", "alloc", "collective", "p2p", "group", "comm")
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
 # What tells that an operation is done when nothing waits for it (torch records an event behind each and asks for it).
 TAP = ("cudaEventRecord", "cudaEventRecord_ptsz", "cudaEventRecordWithFlags", "cudaEventRecordWithFlags_ptsz",
@@ -30,6 +32,8 @@ TAP = ("cudaEventRecord", "cudaEventRecord_ptsz", "cudaEventRecordWithFlags", "c
 _OFFSETS = {16: ("task_struct", "tgid"), 17: ("task_struct", "signal"), 18: ("signal_struct", "live"),
             19: ("task_struct", "exit_code"), 23: ("task_struct", "thread_pid"), 24: ("task_struct", "group_leader"),
             25: ("pid", "level"), 26: ("pid", "numbers"), 27: ("task_struct", "comm")}  # fmt: skip
+# Where a thread's thread-specific storage begins; x86-64 only.
+_FSBASE = (("task_struct", "thread"), ("thread_struct", "fsbase"))
 _CONF_LONG_NS = 20
 _CONF_SHARED = 21
 _PROG_TEST_RUN = 10
@@ -77,11 +81,12 @@ class Tables:
         self.comms = Comms(maps["comms"])
         self.procs = ProcsMap(maps["procs"])
         self.endings = Endings(maps["endings"])
+        self.sites = SiteTable(maps["site_keys"], maps["sites"], maps["pythons"], self.ctl)
         self._usual = threshold(settings.one_in)
         self._set_up(settings)
 
     def _set_up(self, settings: Settings) -> None:
-        found = btf_offsets(list(_OFFSETS.values()))
+        found = btf_offsets([*_OFFSETS.values(), *_FSBASE])
         for index, key in _OFFSETS.items():
             offset = found[key]
             if offset is None:
@@ -91,9 +96,13 @@ class Tables:
                     hint="run `stallscope doctor`; a kernel with CONFIG_DEBUG_INFO_BTF=y is needed",
                 )
             self.ctl.set(index, offset)
+        thread, base = (found[key] for key in _FSBASE)
+        self.ctl.set(FSBASE, 0 if thread is None or base is None else thread + base)
         self.ctl.set(_CONF_LONG_NS, settings.long_ns)
         for hook in HOOKS:
             self.conf.set(hook.id, self._usual if hook.kind in SAMPLED_KINDS else _ALL)
+            if hook.kind in SITE_KINDS:
+                self.conf.look_up_sites(hook.id)
 
     def find_namespace(self, who_am_i: int) -> None:
         """Let BPF number processes as this process's pid namespace does. Raises OSError.
@@ -167,3 +176,4 @@ class Tables:
             view.close()
         self.comms.close()
         self.endings.close()
+        self.sites.close()

@@ -1,29 +1,40 @@
-"""Where threads waited: one entry for each process and function."""
+"""Where threads waited: one entry for each process, function and Python line."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from stallscope.aggregate.hooks import HookFacts
 from stallscope.aggregate.process import Counts, Process
 from stallscope.aggregate.state import State
-from stallscope.diagnose.timing import Timing, outermost, untimed
+from stallscope.diagnose.callsites import CallSite, call_sites, rest_of
+from stallscope.diagnose.timing import Timing, outermost, outermost_hist, untimed
 
 __all__ = ["Stall", "stalls"]
 
+NOT_LOOKED_UP = "it waited before its Python was known, or the table of call sites was full"
+
 
 class Stall(NamedTuple):
-    """The outermost timed calls of one function in one process.
+    """The outermost timed calls of one function in one process, from one line where that is known.
 
     `cut` says that some of them were not timed, so that count and total are too small. `longest` is [(duration,
-    instant)] of recorded calls, longest first.
+    instant, frames or None)], longest first. `why`: why `site` is None, None where nobody looked. `is_rest`: what the
+    sites don't account for, so that its maximum is not known.
     """
 
     process: Process
     hook: HookFacts
     timing: Timing
     cut: bool
-    longest: list[tuple[int, int]]
+    longest: Sequence[tuple[int, int, list[dict[str, Any]] | None]]
+    site: dict[str, Any] | None = None
+    user_site: dict[str, Any] | None = None
+    why: str | None = None
+    is_rest: bool = False
 
     @property
     def cause(self) -> str | None:
@@ -35,15 +46,28 @@ def stalls(state: State) -> list[Stall]:
     """All of them, the largest total first."""
     under_way = state.flight.under_way()
     rows = ((p, n) for p in state.processes.table.values() for n in p.counts)
-    found = [s for p, n in rows if (s := _stall(state, p, n, under_way[p.proc, n, False])) is not None]
+    found = [s for p, n in rows for s in _stalls(state, p, n, under_way[p.proc, n, False])]
     return sorted(found, key=lambda s: (-s.timing.total_ns, s.process.order, s.hook.id))
 
 
-def _stall(state: State, process: Process, number: int, under_way: int) -> Stall | None:
+def _stalls(state: State, process: Process, number: int, under_way: int) -> list[Stall]:
     hook, counts = state.hooks.get(number), process.counts[number]
     timing = outermost(process, hook) if hook.stall_kind else None
     if timing is None or not timing.calls:
-        return None
+        return []
     outer = Counts(calls=counts.calls - counts.nested)
-    cut = untimed(outer, timing, under_way)
-    return Stall(process, hook, timing, cut or process.untimed, process.longest.get(number, []))
+    cut = untimed(outer, timing, under_way) or process.untimed
+    sites = call_sites(state.sites, process.proc, number)
+    if not sites:
+        longest = [(ns, at, None) for ns, at in process.longest.get(number, [])]
+        return [Stall(process, hook, timing, cut, longest, why=state.sites.unknown.get(process.proc))]
+    found = [Stall(process, hook, s.timing, cut, s.longest, s.site, s.user_site, s.why) for s in sites]
+    return found + _rest(state, process, hook, timing, sites, cut)
+
+
+def _rest(
+    state: State, process: Process, hook: HookFacts, whole: Timing, sites: list[CallSite], cut: bool
+) -> list[Stall]:
+    parts = [t.hist for s in state.sites.of(process.proc, hook.id) if (t := state.sites.times.get(s.number))]
+    rest = rest_of(whole, outermost_hist(process, hook), sites, np.sum(parts, axis=0))
+    return [Stall(process, hook, rest, cut, [], why=NOT_LOOKED_UP, is_rest=True)] if rest else []

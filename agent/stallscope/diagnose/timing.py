@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from stallscope.aggregate.hooks import HookFacts
 from stallscope.aggregate.process import Counts, Process
-from stallscope.wire.columns import TIME, percentile
+from stallscope.wire.columns import BUCKETS, TIME, percentile
 
-__all__ = ["Timing", "all_calls", "is_timed", "outermost", "untimed"]
+__all__ = ["Timing", "all_calls", "is_timed", "outermost", "outermost_hist", "timing_of", "untimed"]
 
 
 class Timing(NamedTuple):
@@ -50,8 +50,20 @@ def _timing(process: Process, numbers: list[int]) -> Timing:
         return Timing(0, 0, 0, None, None)
     hist: NDArray[Any] = np.sum([row["hist"].astype(np.uint64) for row in rows], axis=0)
     longest = max(int(row["max_ns"]) for row in rows)
-    p50, p99 = (_percentile(hist, q, longest) for q in (0.5, 0.99))
-    return Timing(sum(int(row["n"]) for row in rows), sum(int(row["sum_ns"]) for row in rows), longest, p50, p99)
+    return timing_of(sum(int(row["n"]) for row in rows), sum(int(row["sum_ns"]) for row in rows), longest, hist)
+
+
+def timing_of(calls: int, total_ns: int, max_ns: int, hist: NDArray[Any]) -> Timing:
+    """With the percentiles of a histogram as in wire_time."""
+    p50, p99 = (_percentile(hist, q, max_ns) for q in (0.5, 0.99))
+    return Timing(calls, total_ns, max_ns, p50, p99)
+
+
+def outermost_hist(process: Process, hook: HookFacts) -> NDArray[Any]:
+    """The histogram behind `outermost`."""
+    row = process.times.get(hook.time_id)
+    hist: NDArray[Any] = np.frombuffer(row, dtype=TIME)[0]["hist"] if row else np.zeros(BUCKETS, np.uint32)
+    return hist.astype(np.uint64)
 
 
 def _percentile(hist: NDArray[Any], q: float, longest: int) -> int | None:

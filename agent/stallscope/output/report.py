@@ -258,8 +258,9 @@ def _stall(state: State, accounting: Accounting, stall: Stall) -> Row:
         "kind": stall.hook.stall_kind,
         "cause": stall.cause,
         "api": stall.hook.name,
-        "site": None,
-        "user_site": None,
+        "site": stall.site,
+        "site_unknown": stall.why,
+        "user_site": stall.user_site,
         "count": timing.calls,
         "total_ns": timing.total_ns,
         "max_ns": timing.max_ns,
@@ -267,7 +268,9 @@ def _stall(state: State, accounting: Accounting, stall: Stall) -> Row:
         "p50_ns_is": "estimated",
         "p99_ns": timing.p99_ns,
         "p99_ns_is": "estimated",
-        "longest": [{"at_ns": since(state, at), "duration_ns": ns, "stack": None} for ns, at in stall.longest],
+        "longest": [{"at_ns": since(state, at), "duration_ns": ns, "stack": stack} for ns, at, stack in stall.longest],
     }
+    if stall.is_rest:
+        row["max_ns"] = None
     bound(row, stall.cut or accounting.unsure(stall.process.proc, stall.hook.id), "count", "total_ns", "max_ns")
     return row

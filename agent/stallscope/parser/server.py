@@ -14,6 +14,7 @@ from stallscope.parser.imports import find_imports
 from stallscope.parser.infer import infer
 from stallscope.parser.ncclcomm import find_comm
 from stallscope.parser.objects import find_objects
+from stallscope.parser.pylines import find_lines
 from stallscope.parser.source import Source
 from stallscope.parser.symbols import find_symbols
 
@@ -93,4 +94,6 @@ def _dispatch(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         return infer(request, [Source(fd, f"file {index}") for index, fd in enumerate(fds)])
     if operation == "nccl_comm":
         return find_comm(Source(fds[0], "the file"))
+    if operation == "lines":
+        return find_lines(request)
     raise ParseError("cannot parse", f"operation {operation!r:.40}", "unknown")

@@ -28,7 +28,7 @@ COUNT = np.dtype(
 TIME = np.dtype([("n", "<u8"), ("sum_ns", "<u8"), ("max_ns", "<u8"), ("hist", "<u4", BUCKETS)])
 FRAME = np.dtype(
     [("ts_ns", "<u8"), ("sp", "<u8"), ("cookie", "<u8"), ("n", "<u4"), ("flags", "u1"), ("pick", "u1"),
-     ("reserved", "<u2"), ("a", "<u8", 8)]
+     ("site", "<u2"), ("a", "<u8", 8)]
 )  # fmt: skip
 ROW = np.dtype(
     [("owner", "<u8"), ("seq", "<u4"), ("depth", "<u4"), ("slot", "<u4"), ("shared", "<u4"), ("calls", "<u8"),

@@ -68,6 +68,13 @@ CONTEXT    at_ns, proc, env {NAME: value} or nil: the wanted variables (wire/env
            replaces an earlier one
 PLACE      at_ns, proc, last_ns or nil, thread as in HOST: where the main thread of a program that has just begun is, in
            another place than at the look before, which was at last_ns
+SITE       at_ns, proc, id: of this capture's sites, hook, tid: of the thread that came first, frames as in STACK, with
+           function "?" and without file where it could not be resolved, cut: outer frames are missing, why nil or why
+           the innermost one is not known: a Python stack that waits in calls of that hook
+SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, count..]]..]: outermost calls at that
+           site that returned; buckets as in `wire_time`, without empty ones. Cumulative; only rows that changed, and
+           before the COUNTS of the same time, so that sites never add up to more than their hook. unknown: why the
+           process as a whole has no sites
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
@@ -139,6 +146,8 @@ class Kind(IntEnum):
     PLACE = 31
     OOM = 33
     CREW = 34
+    SITE = 30
+    SITES = 35
 
 
 class Frame(NamedTuple):

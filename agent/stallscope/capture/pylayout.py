@@ -1,0 +1,72 @@
+"""Where CPython keeps what tells a thread's frames, by version. Byte offsets on 64-bit machines with a GIL.
+
+From the headers of each version by offsetof (Include/cpython and Include/internal: pycore_runtime.h, pycore_interp.h,
+pystate.h, pycore_frame.h, code.h, unicodeobject.h); from 3.13 on `_Py_DebugOffsets` at the start of _PyRuntime says the
+same, and is asked (capture/pyconfig.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["LAYOUTS", "NO_CFRAME", "TABLE_BYTES", "Layout"]
+
+NO_CFRAME = 65535  # native/wire.h, WIRE_PY_NO_CFRAME
+TABLE_BYTES = 88  # 8 * WIRE_PY_CODE_WORDS
+
+
+class Layout(NamedTuple):
+    """One version.
+
+    Attributes:
+        interpreters: of _PyRuntime: the first interpreter.
+        key: of _PyRuntime: number of the thread-specific storage that holds a thread's state, 32 bits.
+        threads: of an interpreter: its first thread state.
+        next_thread, thread_id, frame: of a thread state; thread_id is pthread_self().
+        cframe: of a _PyCFrame that `frame` points to: the frame; NO_CFRAME where there is none in between.
+        frame_bytes, previous, code, instr, owner, shim_owner: of a frame, as in native/wire.h (struct wire_python).
+        instr_base: of a code object: its instructions; 0 = `instr` is a number, of units of `unit` bytes.
+        code_block: of a code object: eleven words that never change, the line table's address last.
+        table_bytes: how much of the line table goes into the signature; from 3.12 on code objects are numbered.
+        first_line, file, name: of a code object; name is the qualified one where there is one.
+        text: of a str in ASCII: its characters; `wide_text` of a compact one with others.
+    """
+
+    interpreters: int
+    key: int
+    threads: int
+    thread_id: int
+    frame: int
+    cframe: int
+    frame_bytes: int
+    previous: int
+    code: int
+    instr: int
+    owner: int
+    shim_owner: int
+    instr_base: int
+    code_block: int
+    table_bytes: int
+    first_line: int
+    file: int
+    name: int
+    text: int
+    wide_text: int
+    unit: int = 1
+    next_thread: int = 8
+
+    @property
+    def table(self) -> int:
+        """Of a code object: the address of its line table."""
+        return self.code_block + TABLE_BYTES - 8
+
+
+# Before 3.11 frames have no owner: byte 127 of what is read is always 0.
+LAYOUTS = {
+    9: Layout(32, 588, 8, 176, 24, NO_CFRAME, 112, 24, 32, 104, 127, 255, 0, 40, TABLE_BYTES, 40, 104, 112, 48, 72),
+    10: Layout(32, 588, 8, 176, 24, NO_CFRAME, 112, 24, 32, 96, 127, 255, 0, 40, TABLE_BYTES, 40, 104, 112, 48, 72, 2),
+    11: Layout(40, 596, 16, 152, 56, 8, 72, 48, 32, 56, 69, 3, 184, 56, TABLE_BYTES, 72, 112, 128, 48, 72),
+    12: Layout(40, 1548, 72, 136, 56, 0, 72, 8, 0, 56, 70, 3, 192, 56, 0, 68, 112, 128, 40, 56),
+    13: Layout(632, 2164, 7344, 152, 72, NO_CFRAME, 72, 8, 0, 56, 70, 3, 200, 56, 0, 68, 112, 128, 40, 56),
+    14: Layout(808, 2340, 7344, 152, 72, NO_CFRAME, 80, 8, 0, 56, 74, 3, 208, 56, 0, 68, 112, 128, 40, 56),
+}

@@ -1,0 +1,193 @@
+"""Which Python line waits: sends SITE frames for new call sites, and SITES frames for what was counted there.
+
+BPF walks the frames of each waiting thread and counts by stack, so that no call is missed whatever the sampling
+(probes/python.h). Here processes are configured for that, new stacks are resolved at once (their code may be freed
+any moment), and the counts are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stallscope.capture.parser_client import ParserClient
+from stallscope.capture.procfs import Facts
+from stallscope.capture.pycode import CodeReader
+from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown
+from stallscope.capture.sitetable import NO_THREAD, UNREADABLE, Site, SiteTable
+from stallscope.capture.target import Target
+from stallscope.wire.frames import Kind
+
+__all__ = ["Sites"]
+
+NOT_PYTHON = "the thread is none of Python's"
+NO_FRAME = "the thread runs no Python code"
+UNREADABLE_FRAME = "its Python frame could not be read"
+NO_PYTHON = "there is no Python in the process"
+NOT_RUNNING = "its Python has not begun to run"
+CODE_GONE = "its code object was gone, or could not be read"
+RETRY_NS, RETRIES = 250_000_000, 240
+LOOKED_AT_ONCE = 4  # processes to configure in one look of the loop
+MAX_SENT = 512  # rows of one frame
+Send = Callable[[Kind, dict[str, Any]], None]
+
+
+@dataclass
+class _Image:
+    """The program that a process runs: `facts` are replaced when it is another one."""
+
+    facts: Facts
+    due_ns: int = 0
+    tries: int = 0
+    is_known: bool = False
+    reader: CodeReader | None = None
+
+
+@dataclass
+class _Row:
+    """A site that was told; `calls` when its times were last sent."""
+
+    number: int
+    proc: int
+    calls: int = 0
+
+
+class Sites:
+    """`look` at every look of the loop, before processes are buried; `send` before their counters are.
+
+    Args:
+        table: rows of stacks.
+        parser: finds runtimes in files and lines in tables.
+        proc_of_slot: whose slot it is, also of a process that has just ended.
+        works: whether the programs that are loaded walk stacks.
+    """
+
+    def __init__(
+        self, table: SiteTable, parser: ParserClient, send: Send, clock: Callable[[], int],
+        proc_of_slot: Callable[[int], int | None], works: bool,
+    ) -> None:  # fmt: skip
+        self._table, self._parser, self._send, self._clock = table, parser, send, clock
+        self._proc_of_slot, self._works = proc_of_slot, works
+        self._finder = PythonFinder(parser)
+        self._images: dict[int, _Image] = {}
+        self._rows: dict[int, _Row] = {}
+        self._next_number = self._next_image = 1
+        self._seen = 0
+
+    def look(self, targets: Sequence[Target]) -> None:
+        """Configure processes that are new, tell sites that are new, and the last numbers of processes that ended."""
+        if not self._works:
+            return
+        now = self._clock()
+        new = [target for target in targets if target.linked and not target.preloaded and self._is_due(target, now)]
+        for target in new[:LOOKED_AT_ONCE]:
+            self._configure(target, now)
+        taken = self._table.taken()
+        if taken != self._seen and self._tell_new(now):
+            self._seen = taken
+        live = {target.proc for target in targets}
+        if ended := {row.proc for row in self._rows.values()} - live:
+            self._bury(ended)
+        if len(self._images) > len(live):
+            self._images = {proc: image for proc, image in self._images.items() if proc in live}
+
+    def _is_due(self, target: Target, now: int) -> bool:
+        image = self._images.get(target.proc)
+        if image is None or image.facts is not target.facts:
+            image = self._images[target.proc] = _Image(target.facts)
+        return not image.is_known and now >= image.due_ns
+
+    def _configure(self, target: Target, now: int) -> None:
+        image = self._images[target.proc]
+        image.due_ns, image.tries = now + RETRY_NS, image.tries + 1
+        found = self._finder.find(target.pid)
+        image.is_known = not isinstance(found, NotYet) or image.tries >= RETRIES
+        if isinstance(found, Python):
+            image.reader = CodeReader(target.pid, found, self._parser)
+            self._table.configure(target.slot, target.pid, self._next_image, found)
+            self._next_image += 1
+        elif image.is_known:
+            self._tell_unknown(target, found, now)
+
+    def _tell_unknown(self, target: Target, found: Unknown | NotYet | None, now: int) -> None:
+        """Why there will be no sites; where there is no Python at all that is no news."""
+        why = found.why if isinstance(found, Unknown) else NO_PYTHON if found is None else NOT_RUNNING
+        self._send(Kind.SITES, {"at_ns": now, "proc": target.proc, "rows": [], "unknown": why})
+        if found is not None:
+            self._send(Kind.NOTE, {"at_ns": now, "proc": target.proc, "text": f"no Python call sites: {why}"})
+
+    def _tell_new(self, now: int) -> bool:
+        """Whether all rows could be told; one may just be being written."""
+        all_read = True
+        for row in self._table.used():
+            if row in self._rows:
+                continue
+            site = self._table.site(row)
+            if site is None or self._is_early(site):
+                all_read = False
+            else:
+                self._tell(site, now)
+        return all_read
+
+    def _is_early(self, site: Site) -> bool:
+        """Whether its process, a forked child that has its parent's configuration, has not been looked at yet."""
+        image = self._images.get(self._proc_of_slot(site.slot) or 0)
+        return image is not None and not image.is_known
+
+    def _tell(self, site: Site, now: int) -> None:
+        proc = self._proc_of_slot(site.slot)
+        if proc is None:
+            self._table.free(site.row)  # its process came and went between two looks
+            return
+        frames, why = self._resolved(site, proc)
+        self._rows[site.row] = _Row(self._next_number, proc)
+        self._send(
+            Kind.SITE,
+            {"at_ns": now, "proc": proc, "id": self._next_number, "hook": site.hook, "tid": site.tid, "frames": frames,
+             "cut": site.is_cut, "why": why},
+        )  # fmt: skip
+        self._next_number += 1
+
+    def _resolved(self, site: Site, proc: int) -> tuple[list[Any], str | None]:
+        """Frames as in SITE frames, and why the innermost one is not known."""
+        if not site.frames:
+            if site.flags & NO_THREAD:
+                return [], NOT_PYTHON
+            return [], UNREADABLE_FRAME if site.flags & UNREADABLE else NO_FRAME
+        image = self._images.get(proc)
+        reader = image.reader if image else None
+        places = reader.places(site.frames) if reader else [None] * len(site.frames)
+        frames = [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]
+        return frames, None if places[0] else CODE_GONE
+
+    def _bury(self, ended: set[int]) -> None:
+        """The last numbers of processes that have ended; their rows are free then."""
+        gone = {row: known for row, known in self._rows.items() if known.proc in ended}
+        self._send_times(gone)
+        for row in gone:
+            del self._rows[row]
+            self._table.free(row)
+
+    def send(self) -> None:
+        """Numbers that changed since they were last sent."""
+        self._send_times(self._rows)
+
+    def _send_times(self, rows: dict[int, _Row]) -> None:
+        changed: dict[int, list[list[Any]]] = {}
+        for row, known in rows.items():
+            if self._table.calls(row) == known.calls:
+                continue
+            times = self._table.times(row)
+            known.calls = times.calls
+            changed.setdefault(known.proc, []).append([known.number, *times])
+        for proc, all_of_it in changed.items():
+            for begin in range(0, len(all_of_it), MAX_SENT):
+                self._send(
+                    Kind.SITES, {"at_ns": self._clock(), "proc": proc, "rows": all_of_it[begin : begin + MAX_SENT]}
+                )
+
+    def finish(self, targets: Sequence[Target]) -> None:
+        """The links are gone: the last new sites, and the last numbers of all."""
+        self.look(targets)
+        self.send()

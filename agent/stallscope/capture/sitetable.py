@@ -1,0 +1,120 @@
+"""The tables of call sites and of Python configurations (native/wire.h, wire_site and wire_python)."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from typing import NamedTuple
+
+from stallscope.capture._drain import ffi, lib
+from stallscope.capture.pycode import PyFrame
+from stallscope.capture.pyconfig import Python
+from stallscope.capture.rings import Ctl, Table
+
+__all__ = ["FSBASE", "FULL", "NO_THREAD", "UNREADABLE", "Site", "SiteTable", "Times"]
+
+FSBASE, TAKEN, FULL = 40, 41, 42  # enum wire_ctl
+READY, NO_THREAD, UNREADABLE, DEEP = 1, 2, 4, 8  # enum wire_site_flag
+MAX_FRAMES = 32
+_HEAD = struct.Struct("<QIIIIIIQ")
+_FRAME = struct.Struct("<QII")
+_SITE_BYTES = ffi.sizeof("struct wire_site")
+_TIME_AT = ffi.offsetof("struct wire_site", "time")
+_TIME = struct.Struct("<3Q")
+_WORDS = _SITE_BYTES // 8
+
+
+class Site(NamedTuple):
+    """One row. `flags` as enum wire_site_flag; frames innermost first, those between Python frames left out.
+
+    `is_cut`: outer frames are missing.
+    """
+
+    row: int
+    flags: int
+    pid: int
+    slot: int
+    hook: int
+    tid: int
+    frames: list[PyFrame]
+    is_cut: bool
+
+
+class Times(NamedTuple):
+    """Calls of a site that returned: how many, their total, longest and when that one began; (bucket, count) pairs."""
+
+    calls: int
+    total_ns: int
+    max_ns: int
+    max_at_ns: int
+    buckets: list[int]
+
+
+class SiteTable:
+    """Rows are claimed by BPF programs, and given back here when their process has ended.
+
+    Args:
+        keys_fd, sites_fd, pythons_fd: the maps; stay their owner's.
+    """
+
+    def __init__(self, keys_fd: int, sites_fd: int, pythons_fd: int, ctl: Ctl) -> None:
+        self._ctl = ctl
+        self._keys = Table(keys_fd, 1, lib.WIRE_SITES)
+        self._pythons = Table(pythons_fd, 8, lib.WIRE_PROCS)
+        self._key_map = mmap.mmap(keys_fd, 8 * lib.WIRE_SITES, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._key_words = memoryview(self._key_map).cast("Q")
+        self._rows = mmap.mmap(sites_fd, _SITE_BYTES * lib.WIRE_SITES)
+
+    def taken(self) -> int:
+        """How many rows were taken so far: grows when there is a new one."""
+        return self._ctl.get(TAKEN)
+
+    def used(self) -> list[int]:
+        """Rows in use."""
+        return [row for row, key in enumerate(self._key_words.tolist()) if key]
+
+    def site(self, row: int) -> Site | None:
+        """One row; None while it is being written."""
+        data = self._rows[row * _SITE_BYTES : row * _SITE_BYTES + _TIME_AT]
+        flags, pid, slot, hook, count, _image, tid, _at = _HEAD.unpack_from(data)
+        if not flags & READY:
+            return None
+        slots = [_FRAME.unpack_from(data, _HEAD.size + 16 * i) for i in range(min(count, lib.WIRE_PY_FRAMES))]
+        frames = [PyFrame(*frame) for frame in slots if frame[0]]
+        is_cut = bool(flags & (UNREADABLE | DEEP)) or len(frames) > MAX_FRAMES
+        return Site(row, flags, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut)
+
+    def calls(self, row: int) -> int:
+        """How many calls returned."""
+        at = row * _SITE_BYTES + _TIME_AT
+        return int.from_bytes(self._rows[at : at + 8], "little")
+
+    def times(self, row: int) -> Times:
+        """All of that. The number is read first: what is added meanwhile comes the next time."""
+        at = row * _SITE_BYTES
+        calls, total_ns, max_ns = _TIME.unpack_from(self._rows, at + _TIME_AT)
+        hist = struct.unpack_from(f"<{lib.WIRE_BUCKETS}I", self._rows, at + _TIME_AT + _TIME.size)
+        pairs = [number for index, count in enumerate(hist) if count for number in (index, count)]
+        return Times(calls, total_ns, max_ns, _HEAD.unpack_from(self._rows, at)[-1], pairs)
+
+    def free(self, row: int) -> None:
+        """Give a row back; nobody may write it any more."""
+        self._rows[row * _SITE_BYTES : (row + 1) * _SITE_BYTES] = bytes(_SITE_BYTES)
+        self._keys.set_word(row, 0, 0)
+
+    def configure(self, slot: int, pid: int, image: int, python: Python) -> None:
+        """Let BPF walk the frames of a process."""
+        at = python.layout
+        words = (pid, image, python.tss_at, at.thread_id, at.frame, at.cframe, at.frame_bytes, at.previous, at.code,
+                 at.instr, at.owner, at.shim_owner, at.instr_base, int(at.instr_base > 0), at.code_block,
+                 at.table_bytes)  # fmt: skip
+        pairs = struct.unpack("<8Q", struct.pack("<16I", *words))
+        self._pythons.set_word(slot, 0, 0)  # whose it is comes last: nobody uses half of one
+        for index in range(7, -1, -1):
+            self._pythons.set_word(slot, index, pairs[index])
+
+    def close(self) -> None:
+        """Unmap."""
+        self._key_words.release()
+        for opened in (self._key_map, self._rows, self._keys, self._pythons):
+            opened.close()

@@ -1,0 +1,127 @@
+"""Call sites of a Python program that knows its own: file, function, line and count of every wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+from harness import ROOT, TARGETS, Program, Tracer
+
+pytestmark = pytest.mark.usefixtures("needs_bpf")
+TARGET = ROOT / "tests/targets/waitsites.py"
+WAITS = 19  # of a round, in each of five threads
+EVERY = os.environ.get("STALLSCOPE_ALL_PYTHONS") == "1"  # make test-pythons
+
+
+def interpreters() -> list[str]:
+    """The one that runs the tests; with STALLSCOPE_ALL_PYTHONS every other CPython 3 too that is found."""
+    found = [sys.executable]
+    if EVERY:
+        homes = [os.environ.get("PYENV_ROOT", ""), str(Path.home() / ".pyenv")]
+        found += sorted(str(p) for home in homes if home for p in Path(home).glob("versions/3.*/bin/python3"))
+        found += sorted(str(p) for p in Path("/usr/bin").glob("python3.*") if re.fullmatch(r"python3\.\d+", p.name))
+    return list({os.path.realpath(path): path for path in found}.values())
+
+
+def minor(python: str) -> int:
+    out = subprocess.run([python, "-c", "import sys; print(sys.version_info.minor)"], capture_output=True, check=True)
+    return int(out.stdout)
+
+
+PYTHONS = [(minor(path), path) for path in interpreters()]
+KNOWN = [pytest.param(path, id=path) for number, path in PYTHONS if 9 <= number <= 14]
+
+
+def run(python: str, *words: Any, options: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(truth, report)."""
+    with Program([python, TARGET, *words]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid], *options).attached() as tracer:
+            program.say()
+            return program.truth(), tracer.report()
+
+
+def sites(report: dict[str, Any]) -> Counter[str]:
+    """ "function:line" -> count of waits whose site is known, in this file or in <churn>."""
+    found: Counter[str] = Counter()
+    for stall in report["stalls"]:
+        if stall["site"]:
+            assert stall["site"]["file"] in (str(TARGET), "<churn>"), stall["site"]
+            assert stall["site_unknown"] is None and stall["api"] == "cudaStreamSynchronize"
+            found[f"{stall['site']['function']}:{stall['site']['line']}"] += stall["count"]
+    return found
+
+
+@pytest.mark.parametrize("python", KNOWN)
+@pytest.mark.parametrize(("rounds", "wait_us"), [(160 if EVERY else 40, 300), (2, 30_000)])
+def test_every_wait_at_its_line(python: str, rounds: int, wait_us: int) -> None:
+    """In 17 shapes of code, by five threads; recorded one in a hundred, counted all."""
+    truth, report = run(python, rounds, wait_us)
+    assert sites(report) == truth["sites"] and sum(truth["sites"].values()) == 5 * WAITS * rounds
+    total = sum(stall["total_ns"] for stall in report["stalls"])
+    assert sum(c["total_ns"] for c in report["calls"] if c["api"] == "cudaStreamSynchronize") == total
+    assert all(stall["max_ns"] >= stall["longest"][0]["duration_ns"] for stall in report["stalls"])
+
+
+@pytest.mark.parametrize("python", KNOWN)
+def test_the_callers_too_and_on_the_screen(python: str, tmp_path: Path) -> None:
+    _, report = run(python, 20, options=("-o", str(tmp_path / "r")))
+    inner = next(s for s in report["stalls"] if s["site"]["function"].rpartition(".")[2] == "innermost")
+    names = [frame["function"].rpartition(".")[2] for frame in inner["longest"][0]["stack"]]
+    assert names[:4] == ["innermost", "inner", "outer", "one_round"] and names[4] in ("main", "thread")
+    deep = [s for s in report["stalls"] if s["site"]["function"] == "recursion"]
+    assert max(len(call["stack"]) for s in deep for call in s["longest"]) == 32
+    words = [*harness.STALLSCOPE, "report", str(tmp_path / "r")]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"targets/waitsites.py:\d+ batches +cudaStreamSynchronize +200 ", text), text
+
+
+@pytest.mark.parametrize("python", KNOWN)
+def test_code_that_is_gone_is_unknown_and_never_another_line(python: str) -> None:
+    """Each piece waits once and is freed; the next one often takes its place, with another line."""
+    truth, report = run(python, 1, 100, 400 if not EVERY else 3000)
+    found = sites(report)
+    assert all(count <= truth["sites"].get(place, 0) for place, count in found.items())
+    unknown = [s for s in report["stalls"] if s["site"] is None]
+    assert unknown and all("code object was gone" in s["site_unknown"] for s in unknown)
+    assert sum(found.values()) + sum(s["count"] for s in unknown) == sum(truth["sites"].values())
+
+
+@pytest.mark.parametrize("python", KNOWN)
+def test_a_forked_child_from_its_first_wait(python: str) -> None:
+    """Its parent's configuration is copied by the kernel, before user space knows of it."""
+    truth, report = run(python, 40, 300, 0, "fork")
+    child = [s for s in report["stalls"] if s["pid"] == truth["pid"]]
+    found = sites({"stalls": child})
+    assert found.keys() <= truth["sites"].keys() and all(s["site"] for s in child)
+    # The links of a child take their time, in which no call is seen; of those that are, each has its site.
+    assert sum(found.values()) == harness.counts(report, truth["pid"])["cudaStreamSynchronize"] > 3000
+
+
+def test_a_program_without_python() -> None:
+    with Program([TARGETS / "million", "10", "20", "300"]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid]).attached() as tracer:
+            program.say()
+            program.truth()
+            report = tracer.report()
+    assert report["stalls"]
+    assert {(s["site"], s["site_unknown"]) for s in report["stalls"]} == {(None, "there is no Python in the process")}
+
+
+@pytest.mark.skipif(not EVERY, reason="make test-pythons")
+@pytest.mark.parametrize("python", [path for number, path in PYTHONS if number < 9 or number > 14])
+def test_other_versions_are_unknown(python: str) -> None:
+    """This program itself needs 3.9 to know its own sites."""
+    if minor(python) < 8:
+        pytest.skip("the target needs 3.8")
+    _, report = run(python, 5)
+    assert {(s["site"], s["site_unknown"]) for s in report["stalls"]} == {(None, "its version is not known")}
+    assert any("no Python call sites: its version is not known" in note for note in report["capture"]["notes"])
