@@ -297,7 +297,7 @@ class Segment:
 
     @property
     def gpu(self) -> int:
-        """Whether it is told what the GPU begins: GPU_EVENTS by CUDA events, from GPU_AT_WORK on by NCCL, else why not."""
+        """Whether it is told what the GPU begins: GPU_EVENTS by events, from GPU_AT_WORK on by NCCL, else why not."""
         return int(lib.segment__gpu(self._c))
 
     def gpu_untold(self) -> dict[str, int]:

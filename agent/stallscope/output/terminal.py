@@ -47,8 +47,9 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         markup=False, emoji=False,
     )  # fmt: skip
     sections = (blocks, _header, no_blocks, episodes, startup_section, steps_section, workers_section, _flight, waits)
+    more = (lines, _enqueues, _communicators, executed, _others, _errors, tree, ends_section, _remarks)
     faults = Faults()
-    for section in (*sections, lines, _enqueues, _communicators, executed, _others, _errors, tree, ends_section, _remarks):
+    for section in (*sections, *more):
         with faults.held(f"showing {section.__name__.strip('_')}"):
             section(report, page)
     for note in faults.notes():
