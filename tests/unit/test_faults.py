@@ -59,10 +59,10 @@ def test_a_section_fails(monkeypatch: pytest.MonkeyPatch, maker: str, section: s
 
 
 def test_what_is_shown_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def _waits(report: Any, page: Any) -> None:
+    def waits(report: Any, page: Any) -> None:
         broken()
 
-    monkeypatch.setattr(terminal, "_waits", _waits)
+    monkeypatch.setattr(terminal, "waits", waits)
     _code, out, _err = printed(rehearse(), as_json=False)
     assert "showing waits failed by a fault of stallscope" in out.replace("\n", " ")
     assert "INCIDENT 1" in out
