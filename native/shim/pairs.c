@@ -45,7 +45,7 @@ struct part {
 };
 
 static struct pair_state *_Atomic state;
-static _Atomic bool is_wanted, has_failed;
+static _Atomic bool is_wanted;
 static __thread struct part parts[MOST_PARTS];
 static __thread uint32_t n_parts;
 static __thread bool is_inside; /* a call that may launch is under way */
@@ -60,10 +60,7 @@ static void forget(void) {
 
 void seg_pairs_open(void) {
   struct pair_state *s = mmap(NULL, sizeof(*s), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (s == MAP_FAILED) {
-    atomic_store(&has_failed, true);
-    return;
-  }
+  if (s == MAP_FAILED) return;
   madvise(s, sizeof(*s), WIPE_ON_FORK);
   pthread_atfork(NULL, NULL, forget);
   atomic_store(&s->is_alive, 1);
@@ -76,8 +73,16 @@ static struct pair_state *alive(void) {
   return s && atomic_load_explicit(&s->is_alive, memory_order_relaxed) ? s : NULL;
 }
 
+/* The driver may be loaded later than a unique id is made. */
 uint32_t seg_pairs_state(void) {
-  return alive() && !atomic_load(&has_failed) && seg_pair_driver() ? SEG_GPU_EVENTS : SEG_GPU_NO_EVENTS;
+  if (!alive()) return SEG_GPU_NO_EVENTS;
+  return seg_pair_driver() ? SEG_GPU_EVENTS : SEG_GPU_UNTRIED;
+}
+
+static bool fail(struct pair_state *s) {
+  atomic_store(&s->is_alive, 0);
+  if (seg_proc && seg_proc->header) __atomic_store_n(&seg_proc->header->gpu, SEG_GPU_NO_EVENTS, __ATOMIC_RELAXED);
+  return false;
 }
 
 /* Communicators. */
@@ -123,17 +128,18 @@ static struct pair_comm *place_for(struct pair_state *s, uint64_t comm) {
   return NULL;
 }
 
+/* What an operation needs that is the first of all. */
+static bool is_ready(struct pair_state *s) {
+  if (!s->is_watched) s->is_watched = seg_pair_driver() && seg_pairs_watch(s);
+  return s->is_watched || fail(s);
+}
+
 static struct pair_comm *make(struct pair_state *s, uint64_t comm, uint64_t stream, const void *real) {
-  if (!seg_pair_driver() || !seg_pair_lock(&s->making)) return NULL;
-  struct pair_comm *c = place_for(s, comm);
-  if (c && !fit(c, comm, stream, real)) c = NULL;
-  if (c && !atomic_load(&s->used) && !seg_pairs_watch(s)) {
-    atomic_store(&has_failed, true);
-    atomic_store(&s->is_alive, 0);
-    c = NULL;
-  }
-  if (c) atomic_store_explicit(&c->comm, comm, memory_order_release);
-  if (c == &s->comms[atomic_load(&s->used)]) atomic_fetch_add(&s->used, 1);
+  if (!seg_pair_lock(&s->making)) return NULL;
+  struct pair_comm *c = is_ready(s) ? place_for(s, comm) : NULL;
+  if (c && fit(c, comm, stream, real)) atomic_store_explicit(&c->comm, comm, memory_order_release);
+  else c = NULL;
+  if (c && c == &s->comms[atomic_load(&s->used)]) atomic_fetch_add(&s->used, 1);
   seg_pair_unlock(&s->making);
   return c;
 }

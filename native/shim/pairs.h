@@ -64,6 +64,7 @@ struct pair_comm {
 struct pair_state {
   _Atomic uint32_t is_alive, is_stopping, is_asking; /* is_asking: the watcher is inside the driver */
   _Atomic uint32_t used, making;
+  bool is_watched;      /* under `making` */
   uint64_t turned_away; /* the communicator that came last when there was no place */
   struct pair_comm comms[PAIR_COMMS];
 };

@@ -197,12 +197,13 @@ static bool stop_at_end(struct pair_state *s) {
   return at_end && !at_end(stop, NULL, NULL);
 }
 
-static bool create(struct pair_state *s) {
+/* stack 0: as large as the program has them. */
+static bool create(struct pair_state *s, size_t stack) {
   pthread_attr_t attributes;
   pthread_t thread;
   if (pthread_attr_init(&attributes)) return false;
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  int error = pthread_attr_setstacksize(&attributes, STACK);
+  int error = stack ? pthread_attr_setstacksize(&attributes, stack) : 0;
   if (!error) error = pthread_create(&thread, &attributes, watch, s);
   pthread_attr_destroy(&attributes);
   return !error;
@@ -212,7 +213,7 @@ static bool create(struct pair_state *s) {
 bool seg_pairs_watch(struct pair_state *s) {
   uint64_t all = ALL_SIGNALS, before = 0;
   if (!stop_at_end(s) || syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, SIGNAL_BYTES)) return false;
-  bool made = create(s);
+  bool made = create(s, STACK) || create(s, 0); /* what libraries keep for each thread may not fit into a small one */
   syscall(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, SIGNAL_BYTES);
   return made;
 }

@@ -22,7 +22,7 @@ FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-pthread"]
 SHARED = ("-shared", "-fPIC", "-fvisibility=hidden")
 PLACES, DEADLINE_S = 512, 10.0
 COMM, OTHER, STREAM, SIDE, CONTEXT = 0x7000, 0x8000, 0x100, 0x200, 0xC0
-EVENTS, NO_EVENTS = 8, 9
+UNTRIED, EVENTS, NO_EVENTS = 0, 8, 9
 IN_PROGRESS, NOT_READY = 7, 600
 NAMES = {hook.id: name for name, hook in BY_NAME.items()}
 
@@ -30,7 +30,8 @@ NAMES = {hook.id: name for name, hook in BY_NAME.items()}
 class Kit(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("depth", "capturing", "capture_status", "record_status", "query_status",
-                                            "create_status", "device", "comm_device", "ranks", "reaches_at_once")),
+                                            "create_status", "device", "comm_device", "ranks", "reaches_at_once",
+                                            "has_no_driver")),
         *((name, ctypes.c_uint64) for name in ("current", "created", "destroyed", "wrong", "records", "watchers")),
         ("figures", Figures),
     ]  # fmt: skip
@@ -261,6 +262,19 @@ def test_of_another_device_alone_or_not_ready(pairs: Pairs, state: dict[str, int
         setattr(pairs.kit, name, value)
     pairs.call()
     assert (pairs.records(), pairs.figures) == ([], {})
+    pairs.kit.ranks, pairs.kit.device = 2, 0
+    pairs.call(comm=OTHER)
+    assert (len(pairs.records()), pairs.kit.watchers) == (2, 1), "one thread"
+
+
+def test_without_a_driver_there_are_none(pairs: Pairs) -> None:
+    pairs.kit.has_no_driver = 1
+    assert pairs.lib.kit_state() == UNTRIED, "it may be loaded later"
+    pairs.call()
+    assert pairs.lib.kit_state() == NO_EVENTS
+    pairs.kit.has_no_driver = 0
+    pairs.call()
+    assert (pairs.records(), pairs.kit.watchers) == ([], 0)
 
 
 @pytest.mark.parametrize("state", ["record_status", "create_status"])
