@@ -92,13 +92,14 @@ static void ended(struct pair_comm *c, struct pair *p) {
 
 /* Looking. */
 
-/* Of a job that ticks on mostly the newest has ended, and with it all. False: the context has failed. */
+/* Of a job that ticks on mostly the newest has ended, and with it all of its stream. False: the context has failed. */
 static bool take_ended(struct pair_comm *c, const struct pair_driver *d) {
   uint64_t head = atomic_load_explicit(&c->head, memory_order_acquire), tail = c->tail;
-  bool all = tail != head && !d->query(c->ring[(head - 1) % PAIR_ROOM].done);
+  const struct pair *newest = &c->ring[(head - 1) % PAIR_ROOM];
+  bool has_newest = !d->query(newest->done);
   for (; tail != head; tail++) {
     struct pair *p = &c->ring[tail % PAIR_ROOM];
-    int status = all ? 0 : d->query(p->done);
+    int status = has_newest && p->stream == newest->stream ? 0 : d->query(p->done);
     if (status == PAIR_NOT_READY) break;
     if (status) return false;
     ended(c, p);

@@ -52,7 +52,9 @@ class End(NamedTuple):
 
 def play(agent: Agent, scenario: str, setting: str = "events", **more: str) -> list[End]:
     """The scenario on two ranks that end by themselves, without a word on stderr."""
-    env = dict(os.environ, LD_PRELOAD=str(SHIM), STALLSCOPE_SHIM=f"socket:{agent.path}", STALLSCOPE_SHIM_GPU=setting, **more)
+    env = dict(
+        os.environ, LD_PRELOAD=str(SHIM), STALLSCOPE_SHIM=f"socket:{agent.path}", STALLSCOPE_SHIM_GPU=setting, **more
+    )
     words = [PYTHON, str(Path(__file__).parent / "events_program.py"), scenario, Nccl().unique_id().hex()]
     processes = [
         subprocess.Popen([*words, str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
