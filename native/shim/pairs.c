@@ -24,6 +24,7 @@ enum {
   NO_TIMES = 2,     /* CU_EVENT_DISABLE_TIMING */
   LAST_SPECIAL = 2, /* stream handles up to here stand for a stream of the current context */
   MOST_PARTS = 8,
+  MOST_REFUSALS = 256,
   TRIES = 1000,
   FIRST_COLLECTIVE = 300,
   LAST_COLLECTIVE = 316,
@@ -109,13 +110,21 @@ static bool fit(struct pair_comm *c, uint64_t comm, uint64_t stream, const void 
   int ranks = ask(real, "ncclCommCount", comm), device = ask(real, "ncclCommCuDevice", comm);
   void *context = ranks > 0 ? context_for(seg_pair_driver(), stream, device) : NULL;
   if (!context) return false;
-  if (ranks > 1 && !c->ring) {
+  c->is_alone = ranks == 1;
+  if (!c->is_alone && !c->ring) {
     void *ring = mmap(NULL, PAIR_ROOM * sizeof(*c->ring), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (ring == MAP_FAILED) return false;
     c->ring = ring;
   }
   c->context = context;
   return true;
+}
+
+/* It is looked at again with its next operation: it may not be ready yet. But not for ever. */
+static bool give_up(struct pair_state *s, struct pair_comm *c) {
+  if (s->refusals++ < MOST_REFUSALS) return false;
+  seg_gpu_count(SEG_GPU_UNBOUND);
+  return c->is_alone = true;
 }
 
 static struct pair_comm *place_for(struct pair_state *s, uint64_t comm) {
@@ -137,7 +146,7 @@ static bool is_ready(struct pair_state *s) {
 static struct pair_comm *make(struct pair_state *s, uint64_t comm, uint64_t stream, const void *real) {
   if (!seg_pair_lock(&s->making)) return NULL;
   struct pair_comm *c = is_ready(s) ? place_for(s, comm) : NULL;
-  if (c && fit(c, comm, stream, real)) atomic_store_explicit(&c->comm, comm, memory_order_release);
+  if (c && (fit(c, comm, stream, real) || give_up(s, c))) atomic_store_explicit(&c->comm, comm, memory_order_release);
   else c = NULL;
   if (c && c == &s->comms[atomic_load(&s->used)]) atomic_fetch_add(&s->used, 1);
   seg_pair_unlock(&s->making);
@@ -163,8 +172,8 @@ static bool lock_both(struct pair_comm *c) {
 static void drop_events(struct pair_comm *c) {
   const struct pair_driver *d = seg_pair_driver();
   void *popped;
-  if (d->push(c->context)) return;
-  for (uint32_t i = 0; c->ring && i < PAIR_ROOM; i++) {
+  if (!c->ring || d->push(c->context)) return;
+  for (uint32_t i = 0; i < PAIR_ROOM; i++) {
     struct pair *p = &c->ring[i];
     if (p->begin) d->destroy(p->begin);
     if (p->done) d->destroy(p->done);
@@ -231,7 +240,7 @@ static bool begin(struct pair_comm *c, uint64_t stream) {
 
 static void begin_part(struct part *part) {
   struct pair_comm *c = part->comm;
-  if (part->is_split || !c->ring || atomic_load(&c->comm) <= PAIR_GONE) return;
+  if (part->is_split || c->is_alone || atomic_load(&c->comm) <= PAIR_GONE) return;
   if (!seg_pair_lock(&c->producer)) {
     seg_gpu_count(SEG_GPU_BUSY);
     return;

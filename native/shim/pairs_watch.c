@@ -151,7 +151,7 @@ static bool is_harmless(const struct pair_comm *c, const struct pair_driver *d) 
 
 static void look(struct pair_comm *c, const struct pair_driver *d, uint64_t now_ns, uint64_t passed_ns) {
   if (atomic_load_explicit(&c->comm, memory_order_acquire) <= PAIR_GONE || !seg_pair_lock(&c->watcher)) return;
-  bool is_there = atomic_load_explicit(&c->comm, memory_order_acquire) > PAIR_GONE && c->ring;
+  bool is_there = atomic_load_explicit(&c->comm, memory_order_acquire) > PAIR_GONE && !c->is_alone;
   if (is_there && c->tail != c->head && is_harmless(c, d)) {
     if (!take_ended(c, d)) atomic_store(&c->comm, PAIR_GONE), is_there = false;
     else tell_unfinished(c, d, now_ns);

@@ -16,7 +16,7 @@ TICK_S, OLD_S, RATE, FEW = 0.005, 0.05, 10_000_000, 100
 SHORT = [f"-DPAIR_TICK_NS={TICK_S * 1e9:.0f}", f"-DPAIR_OLD_NS={OLD_S * 1e9:.0f}"]
 FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-pthread"]
 SHARED = ("-shared", "-fPIC", "-fvisibility=hidden")
-PLACES, DEADLINE_S = 512, 10.0
+PLACES, REFUSALS, DEADLINE_S = 512, 256, 10.0
 COMM, OTHER, STREAM, SIDE, CONTEXT = 0x7000, 0x8000, 0x100, 0x200, 0xC0
 UNTRIED, EVENTS, NO_EVENTS = 0, 8, 9
 IN_PROGRESS, NOT_READY = 7, 600

@@ -21,6 +21,7 @@ from pairs_kit import (
     NO_EVENTS,
     OTHER,
     PLACES,
+    REFUSALS,
     SHARED,
     SIDE,
     STREAM,
@@ -181,6 +182,18 @@ def test_of_another_device_alone_or_not_ready(pairs: Pairs, state: dict[str, int
     pairs.kit.ranks, pairs.kit.device = 2, 0
     pairs.call(comm=OTHER)
     assert (len(pairs.records()), pairs.kit.watchers) == (2, 1), "one thread"
+
+
+def test_a_communicator_that_never_tells_is_given_up(pairs: Pairs) -> None:
+    pairs.kit.device = 1
+    for _ in range(REFUSALS):
+        pairs.call()
+    assert pairs.figures == {}
+    pairs.call()
+    assert pairs.figures == {"unbound": 1}
+    pairs.kit.device = 0
+    pairs.call()
+    assert (pairs.records(), pairs.kinds()) == ([], [])
 
 
 def test_without_a_driver_there_are_none(pairs: Pairs) -> None:
