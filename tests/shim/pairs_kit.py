@@ -12,7 +12,7 @@ from gpu_kit import ROOT, Figures, Told
 
 from stallscope.wire.hook_table import BY_NAME
 
-TICK_S, OLD_S, RATE, FEW = 0.005, 0.05, 10_000_000, 100
+TICK_S, OLD_S, RATE, FEW = 0.004, 0.03, 10_000_000, 100
 SHORT = [f"-DPAIR_TICK_NS={TICK_S * 1e9:.0f}", f"-DPAIR_OLD_NS={OLD_S * 1e9:.0f}"]
 FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-pthread"]
 SHARED = ("-shared", "-fPIC", "-fvisibility=hidden")

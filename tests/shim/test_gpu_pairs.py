@@ -70,7 +70,7 @@ def test_an_operation_that_waits_in_the_queue(pairs: Pairs) -> None:
     pairs.reach(*pairs.pair())
     begin, done = pairs.pair()
     behind = pairs.pair()
-    assert pairs.kinds(3) == [(QUEUED, 1), (QUEUED, 2), (FINISHED, 0)]
+    assert sorted(pairs.kinds(3)) == [(FINISHED, 0), (QUEUED, 1), (QUEUED, 2)]
     pairs.reach(behind[0])
     assert pairs.kinds() == [], "a communicator's kernels run one after the other, on whatever streams"
     pairs.reach(begin)
@@ -86,7 +86,7 @@ def test_the_newest_of_each_stream(pairs: Pairs) -> None:
     pairs.reach(*pairs.pair())
     pairs.reach(*pairs.pair(stream=SIDE))
     pairs.pair()
-    assert pairs.kinds(3) == [(QUEUED, 2), (FINISHED, 0), (FINISHED, 1)]
+    assert sorted(pairs.kinds(3)) == [(FINISHED, 0), (FINISHED, 1), (QUEUED, 2)]
 
 
 def test_that_one_ended_says_nothing_of_another_stream(pairs: Pairs) -> None:
