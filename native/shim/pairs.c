@@ -24,6 +24,7 @@ enum {
   NO_TIMES = 2,     /* CU_EVENT_DISABLE_TIMING */
   LAST_SPECIAL = 2, /* stream handles up to here stand for a stream of the current context */
   MOST_PARTS = 8,
+  MOST_REFUSALS = 256,
   TRIES = 1000,
   FIRST_COLLECTIVE = 300,
   LAST_COLLECTIVE = 316,
@@ -45,7 +46,7 @@ struct part {
 };
 
 static struct pair_state *_Atomic state;
-static _Atomic bool is_wanted, has_failed;
+static _Atomic bool is_wanted;
 static __thread struct part parts[MOST_PARTS];
 static __thread uint32_t n_parts;
 static __thread bool is_inside; /* a call that may launch is under way */
@@ -60,10 +61,7 @@ static void forget(void) {
 
 void seg_pairs_open(void) {
   struct pair_state *s = mmap(NULL, sizeof(*s), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (s == MAP_FAILED) {
-    atomic_store(&has_failed, true);
-    return;
-  }
+  if (s == MAP_FAILED) return;
   madvise(s, sizeof(*s), WIPE_ON_FORK);
   pthread_atfork(NULL, NULL, forget);
   atomic_store(&s->is_alive, 1);
@@ -76,8 +74,16 @@ static struct pair_state *alive(void) {
   return s && atomic_load_explicit(&s->is_alive, memory_order_relaxed) ? s : NULL;
 }
 
+/* The driver may be loaded later than a unique id is made. */
 uint32_t seg_pairs_state(void) {
-  return alive() && !atomic_load(&has_failed) && seg_pair_driver() ? SEG_GPU_EVENTS : SEG_GPU_NO_EVENTS;
+  if (!alive()) return SEG_GPU_NO_EVENTS;
+  return seg_pair_driver() ? SEG_GPU_EVENTS : SEG_GPU_UNTRIED;
+}
+
+static bool fail(struct pair_state *s) {
+  atomic_store(&s->is_alive, 0);
+  if (seg_proc && seg_proc->header) __atomic_store_n(&seg_proc->header->gpu, SEG_GPU_NO_EVENTS, __ATOMIC_RELAXED);
+  return false;
 }
 
 /* Communicators. */
@@ -104,13 +110,21 @@ static bool fit(struct pair_comm *c, uint64_t comm, uint64_t stream, const void 
   int ranks = ask(real, "ncclCommCount", comm), device = ask(real, "ncclCommCuDevice", comm);
   void *context = ranks > 0 ? context_for(seg_pair_driver(), stream, device) : NULL;
   if (!context) return false;
-  if (ranks > 1 && !c->ring) {
+  c->is_alone = ranks == 1;
+  if (!c->is_alone && !c->ring) {
     void *ring = mmap(NULL, PAIR_ROOM * sizeof(*c->ring), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (ring == MAP_FAILED) return false;
     c->ring = ring;
   }
   c->context = context;
   return true;
+}
+
+/* It is looked at again with its next operation: it may not be ready yet. But not for ever. */
+static bool give_up(struct pair_state *s, struct pair_comm *c) {
+  if (s->refusals++ < MOST_REFUSALS) return false;
+  seg_gpu_count(SEG_GPU_UNBOUND);
+  return c->is_alone = true;
 }
 
 static struct pair_comm *place_for(struct pair_state *s, uint64_t comm) {
@@ -123,17 +137,18 @@ static struct pair_comm *place_for(struct pair_state *s, uint64_t comm) {
   return NULL;
 }
 
+/* What an operation needs that is the first of all. */
+static bool is_ready(struct pair_state *s) {
+  if (!s->is_watched) s->is_watched = seg_pair_driver() && seg_pairs_watch(s);
+  return s->is_watched || fail(s);
+}
+
 static struct pair_comm *make(struct pair_state *s, uint64_t comm, uint64_t stream, const void *real) {
-  if (!seg_pair_driver() || !seg_pair_lock(&s->making)) return NULL;
-  struct pair_comm *c = place_for(s, comm);
-  if (c && !fit(c, comm, stream, real)) c = NULL;
-  if (c && !atomic_load(&s->used) && !seg_pairs_watch(s)) {
-    atomic_store(&has_failed, true);
-    atomic_store(&s->is_alive, 0);
-    c = NULL;
-  }
-  if (c) atomic_store_explicit(&c->comm, comm, memory_order_release);
-  if (c == &s->comms[atomic_load(&s->used)]) atomic_fetch_add(&s->used, 1);
+  if (!seg_pair_lock(&s->making)) return NULL;
+  struct pair_comm *c = is_ready(s) ? place_for(s, comm) : NULL;
+  if (c && (fit(c, comm, stream, real) || give_up(s, c))) atomic_store_explicit(&c->comm, comm, memory_order_release);
+  else c = NULL;
+  if (c && c == &s->comms[atomic_load(&s->used)]) atomic_fetch_add(&s->used, 1);
   seg_pair_unlock(&s->making);
   return c;
 }
@@ -157,8 +172,8 @@ static bool lock_both(struct pair_comm *c) {
 static void drop_events(struct pair_comm *c) {
   const struct pair_driver *d = seg_pair_driver();
   void *popped;
-  if (d->push(c->context)) return;
-  for (uint32_t i = 0; c->ring && i < PAIR_ROOM; i++) {
+  if (!c->ring || d->push(c->context)) return;
+  for (uint32_t i = 0; i < PAIR_ROOM; i++) {
     struct pair *p = &c->ring[i];
     if (p->begin) d->destroy(p->begin);
     if (p->done) d->destroy(p->done);
@@ -225,7 +240,7 @@ static bool begin(struct pair_comm *c, uint64_t stream) {
 
 static void begin_part(struct part *part) {
   struct pair_comm *c = part->comm;
-  if (part->is_split || !c->ring || atomic_load(&c->comm) <= PAIR_GONE) return;
+  if (part->is_split || c->is_alone || atomic_load(&c->comm) <= PAIR_GONE) return;
   if (!seg_pair_lock(&c->producer)) {
     seg_gpu_count(SEG_GPU_BUSY);
     return;

@@ -55,8 +55,9 @@ struct pair_comm {
   _Atomic uint64_t units; /* operations or groups so far, with a pair or without */
   _Atomic uint32_t skips; /* every 2^skips-th has a pair */
   void *context;
-  struct pair *ring; /* NULL: it has one rank, and waits for nobody */
-  uint64_t counted;  /* from here on the watcher's own: units at its last look */
+  struct pair *ring;
+  bool is_alone;    /* it has one rank, and waits for nobody; or nothing could be learnt of it */
+  uint64_t counted; /* from here on the watcher's own: units at its last look */
   struct pair_last last[PAIR_STREAMS];
 };
 
@@ -64,6 +65,8 @@ struct pair_comm {
 struct pair_state {
   _Atomic uint32_t is_alive, is_stopping, is_asking; /* is_asking: the watcher is inside the driver */
   _Atomic uint32_t used, making;
+  bool is_watched;      /* from here on under `making` */
+  uint32_t refusals;    /* looks at communicators that told nothing */
   uint64_t turned_away; /* the communicator that came last when there was no place */
   struct pair_comm comms[PAIR_COMMS];
 };

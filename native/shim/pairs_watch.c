@@ -92,13 +92,14 @@ static void ended(struct pair_comm *c, struct pair *p) {
 
 /* Looking. */
 
-/* Of a job that ticks on mostly the newest has ended, and with it all. False: the context has failed. */
+/* Of a job that ticks on mostly the newest has ended, and with it all of its stream. False: the context has failed. */
 static bool take_ended(struct pair_comm *c, const struct pair_driver *d) {
   uint64_t head = atomic_load_explicit(&c->head, memory_order_acquire), tail = c->tail;
-  bool all = tail != head && !d->query(c->ring[(head - 1) % PAIR_ROOM].done);
+  const struct pair *newest = &c->ring[(head - 1) % PAIR_ROOM];
+  bool has_newest = !d->query(newest->done);
   for (; tail != head; tail++) {
     struct pair *p = &c->ring[tail % PAIR_ROOM];
-    int status = all ? 0 : d->query(p->done);
+    int status = has_newest && p->stream == newest->stream ? 0 : d->query(p->done);
     if (status == PAIR_NOT_READY) break;
     if (status) return false;
     ended(c, p);
@@ -150,7 +151,7 @@ static bool is_harmless(const struct pair_comm *c, const struct pair_driver *d) 
 
 static void look(struct pair_comm *c, const struct pair_driver *d, uint64_t now_ns, uint64_t passed_ns) {
   if (atomic_load_explicit(&c->comm, memory_order_acquire) <= PAIR_GONE || !seg_pair_lock(&c->watcher)) return;
-  bool is_there = atomic_load_explicit(&c->comm, memory_order_acquire) > PAIR_GONE && c->ring;
+  bool is_there = atomic_load_explicit(&c->comm, memory_order_acquire) > PAIR_GONE && !c->is_alone;
   if (is_there && c->tail != c->head && is_harmless(c, d)) {
     if (!take_ended(c, d)) atomic_store(&c->comm, PAIR_GONE), is_there = false;
     else tell_unfinished(c, d, now_ns);
@@ -197,12 +198,13 @@ static bool stop_at_end(struct pair_state *s) {
   return at_end && !at_end(stop, NULL, NULL);
 }
 
-static bool create(struct pair_state *s) {
+/* stack 0: as large as the program has them. */
+static bool create(struct pair_state *s, size_t stack) {
   pthread_attr_t attributes;
   pthread_t thread;
   if (pthread_attr_init(&attributes)) return false;
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  int error = pthread_attr_setstacksize(&attributes, STACK);
+  int error = stack ? pthread_attr_setstacksize(&attributes, stack) : 0;
   if (!error) error = pthread_create(&thread, &attributes, watch, s);
   pthread_attr_destroy(&attributes);
   return !error;
@@ -212,7 +214,7 @@ static bool create(struct pair_state *s) {
 bool seg_pairs_watch(struct pair_state *s) {
   uint64_t all = ALL_SIGNALS, before = 0;
   if (!stop_at_end(s) || syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, SIGNAL_BYTES)) return false;
-  bool made = create(s);
+  bool made = create(s, STACK) || create(s, 0); /* what libraries keep for each thread may not fit into a small one */
   syscall(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, SIGNAL_BYTES);
   return made;
 }

@@ -40,7 +40,13 @@ class Rank:
 
 
 def stuck(rank: Rank) -> dict[str, Any]:
-    """Rank 1 comes to the second operation seconds late; a third one stands behind it."""
+    """Rank 1 comes to the second operation seconds late; a third one stands behind it.
+
+    The runtime's last error is the program's, and stays while events are recorded and asked.
+    """
+    cuda = rank.nccl.cuda
+    assert cuda.cudaEventRecord(None, None)
+    before = cuda.cudaPeekAtLastError()
     if rank.rank == 1:
         rank.gate(2.5)
     rank.reduce()
@@ -48,7 +54,8 @@ def stuck(rank: Rank) -> dict[str, Any]:
     rank.nccl.synchronize()
     opened = time.monotonic_ns()
     time.sleep(LINGER_S)
-    return {"opened": opened}
+    return {"opened": opened, "kept": before == cuda.cudaPeekAtLastError() == cuda.cudaGetLastError() != 0,
+            "after": cuda.cudaGetLastError()}  # fmt: skip
 
 
 def steps(rank: Rank) -> dict[str, Any]:
@@ -89,19 +96,6 @@ def graph(rank: Rank) -> dict[str, Any]:
     rank.nccl.synchronize(side)
     time.sleep(LINGER_S)
     return {"nodes": nodes.value}
-
-
-def errors(rank: Rank) -> dict[str, Any]:
-    """The runtime's last error is the program's, and stays while events are recorded and asked."""
-    cuda = rank.nccl.cuda
-    assert cuda.cudaEventRecord(None, None)
-    before = cuda.cudaPeekAtLastError()
-    rank.gate(1.5)
-    rank.reduce()
-    time.sleep(1.5)
-    same = cuda.cudaPeekAtLastError() == cuda.cudaGetLastError() == before != 0
-    rank.nccl.synchronize()
-    return {"same": same, "after": cuda.cudaGetLastError()}
 
 
 def forks(rank: Rank) -> dict[str, Any]:

@@ -19,11 +19,15 @@ enum { EVENTS = 1 << 18, ROOM = 1 << 16, CONTEXT = 0xc0, NO_TIMES = 2, RELAXED =
 struct kit {
   int depth, capturing, capture_status, record_status, query_status, create_status, device, comm_device, ranks;
   int reaches_at_once; /* every event, when it is recorded */
-  uint64_t current;    /* context of the calling thread */
+  int has_no_driver;
+  uint64_t current; /* context of the calling thread */
   uint64_t created, destroyed, wrong, records, watchers;
   uint64_t figures[SEG_GPU_FIGURES];
 };
 SHOW struct kit kit;
+static struct seg_header header;
+static struct seg_process process = {.header = &header};
+struct seg_process *seg_proc = &process;
 
 struct record {
   uint64_t event, stream;
@@ -127,7 +131,7 @@ void *seg_symbol_of(const char *soname, const char *name) {
                {"cuCtxGetDevice", (void *)device},
                {"cuThreadExchangeStreamCaptureMode", (void *)capture_mode}};
   for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
-    if (!strcmp(soname, "libcuda.so.1") && !strcmp(names[i].name, name)) return names[i].function;
+    if (!kit.has_no_driver && !strcmp(soname, "libcuda.so.1") && !strcmp(names[i].name, name)) return names[i].function;
   return NULL;
 }
 

@@ -52,7 +52,9 @@ class End(NamedTuple):
 
 def play(agent: Agent, scenario: str, setting: str = "events", **more: str) -> list[End]:
     """The scenario on two ranks that end by themselves, without a word on stderr."""
-    env = dict(os.environ, LD_PRELOAD=str(SHIM), STALLSCOPE_SHIM=f"socket:{agent.path}", STALLSCOPE_SHIM_GPU=setting, **more)
+    env = dict(
+        os.environ, LD_PRELOAD=str(SHIM), STALLSCOPE_SHIM=f"socket:{agent.path}", STALLSCOPE_SHIM_GPU=setting, **more
+    )
     words = [PYTHON, str(Path(__file__).parent / "events_program.py"), scenario, Nccl().unique_id().hex()]
     processes = [
         subprocess.Popen([*words, str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -80,6 +82,7 @@ def test_a_gpu_that_comes_late_is_seen_while_it_does_not_come(agent: Agent) -> N
         assert end.read.segment.gpu == EVENTS
         assert not any(end.read.segment.gpu_untold().values())
         assert end.said["threads"].count("stallscope") == 1
+        assert (end.said["kept"], end.said["after"]) == (True, 0), "the runtime's last error is the program's"
     opened = late.said["opened"]
     assert fine.when(STARTED, 1) < opened - 3e8, "the one that waits is seen to have begun"
     assert late.when(QUEUED, 1) < opened - 3e8 < late.when(STARTED, 1)
@@ -98,13 +101,6 @@ def test_a_capture_goes_on_beside_it(agent: Agent) -> None:
         assert end.said["nodes"] == 2, "the simulated NCCL's kernel and what it does; none of ours"
         assert {comm for _, _, comm in end.told()} == {end.said["comm"]}, "what is captured is not told"
         assert (QUEUED, 1, end.said["comm"]) in end.told()
-
-
-def test_the_programs_last_error_is_its_own(agent: Agent) -> None:
-    for end in play(agent, "errors"):
-        assert end.said["same"]
-        assert end.said["after"] == 0
-        assert (STARTED, 1, end.said["comm"]) in end.told()
 
 
 def test_children_and_other_programs(agent: Agent) -> None:

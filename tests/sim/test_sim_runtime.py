@@ -393,7 +393,9 @@ def test_capture_records_and_launch_executes(rt: Runtime) -> None:
         assert time.monotonic_ns() - start_ns >= 60 * MS
 
 
-@pytest.mark.parametrize(("capture", "thread", "is_broken"), [(0, 0, True), (0, 1, False), (0, 2, False), (1, 0, False)])
+@pytest.mark.parametrize(
+    ("capture", "thread", "is_broken"), [(0, 0, True), (0, 1, False), (0, 2, False), (1, 0, False)]
+)
 def test_a_query_breaks_a_capture_in_the_global_mode(rt: Runtime, capture: int, thread: int, is_broken: bool) -> None:
     """0 global, 1 of the thread, 2 relaxed: what the query's own thread is in counts as well."""
     stream, event, graph, mode = rt.stream(), new_event(rt), ctypes.c_void_p(), ctypes.c_int(thread)

@@ -26,7 +26,9 @@ MS = 1_000_000
 
 
 class Told(Job):
-    """Two ranks whose NCCL has our plugin."""
+    """Two ranks whose NCCL has our plugin; with flags 0 pairs of events tell it."""
+
+    flags = BY_PLUGIN
 
     def told(
         self, proc: int, *kinds: int, n: int | None = None, api: str = "ncclAllReduce", at: int | None = None
@@ -36,7 +38,7 @@ class Told(Job):
         words = (*[0] * comm, POINTER[proc])
         number = self.numbers[proc] - 1 if n is None else n
         for kind in kinds:
-            self.recs.append(self.record(api, kind, slot=proc, tid=9, n=number, at=at, flags=BY_PLUGIN, a=words))
+            self.recs.append(self.record(api, kind, slot=proc, tid=9, n=number, at=at, flags=self.flags, a=words))
 
     def gap(self, proc: int | None, to: int) -> None:
         """Records that did not fit."""
@@ -144,13 +146,18 @@ def test_nothing_is_concluded_from_a_beginning_that_may_have_been_lost(proc: int
 # What it decides.
 
 
-def blocked(told: dict[int, tuple[int, ...]], gap: int | None = 0) -> list[Verdict]:
-    """Both ranks have issued five operations and wait; what was told of the last one, by process."""
+def blocked(told: dict[int, tuple[int, ...]], gap: int | None = 0, by: int = BY_PLUGIN) -> list[Verdict]:
+    """Both ranks have issued five operations and wait; what was told of the last one, by process.
+
+    Of those before it NCCL tells everything, and pairs of events that the newest has ended.
+    """
     job = Told()
+    job.flags = by
+    before = (QUEUED, STARTED, FINISHED)
     for i in range(5):
         for proc in (1, 2):
             job.reduce(proc)
-            job.told(proc, *((QUEUED, STARTED, FINISHED) if i < 4 else told[proc]))
+            job.told(proc, *(told[proc] if i == 4 else before if by else before[2:] if i == 3 else ()))
     since = job.now
     if gap != 0:
         job.gap(gap, job.now)
@@ -161,14 +168,16 @@ def blocked(told: dict[int, tuple[int, ...]], gap: int | None = 0) -> list[Verdi
     return judge(Looker(state, state.now_ns).view)
 
 
-def test_the_rank_whose_gpu_does_not_come_to_it_is_named() -> None:
-    (verdict,) = blocked({1: (QUEUED, STARTED), 2: (QUEUED,)})
+@pytest.mark.parametrize("by", [BY_PLUGIN, 0])
+def test_the_rank_whose_gpu_does_not_come_to_it_is_named(by: int) -> None:
+    (verdict,) = blocked({1: (QUEUED, STARTED), 2: (QUEUED,)}, by=by)
     assert (verdict.kind, verdict.culprits, verdict.key) == ("GPU_STUCK", (1,), (0, "c", 4))
     assert (verdict.evidence, verdict.confidence) == ("gpu_start", "high")
 
 
-def test_begun_everywhere_and_ended_nowhere_is_the_transport() -> None:
-    (verdict,) = blocked({1: (QUEUED, STARTED), 2: (QUEUED, STARTED)})
+@pytest.mark.parametrize("by", [BY_PLUGIN, 0])
+def test_begun_everywhere_and_ended_nowhere_is_the_transport(by: int) -> None:
+    (verdict,) = blocked({1: (QUEUED, STARTED), 2: (QUEUED, STARTED)}, by=by)
     assert (verdict.kind, verdict.culprits, verdict.key) == ("ALL_ARRIVED", (), (0, "c", 4))
     assert verdict.evidence == "gpu_start"
 
@@ -244,6 +253,16 @@ def test_where_hosts_run_ahead_the_gpu_that_begins_last_is_the_slow_one() -> Non
     steps(job, 200, host_ns={1: MS, 2: 0}, gpu_ns={1: 2 * MS, 2: 4 * MS})
     (one,) = straggling(job)
     assert (one.rank, one.proc, one.percent, one.own_ns, one.evidence) == (1, 2, 100, 2 * MS, "gpu_start")
+
+
+def test_when_a_pair_of_events_was_asked_says_not_who_is_slow() -> None:
+    """Up to a fifth of a second late, on each rank by another time."""
+    job = Told()
+    job.flags = 0
+    steps(job, 200, host_ns={1: MS, 2: 0}, gpu_ns={1: 2 * MS, 2: 4 * MS})
+    state = job.state()
+    assert (state.operations.starts.times, straggling(job)) == ({}, [])
+    assert {op.started for op in operations(state)} == {True}
 
 
 def test_gpus_that_take_turns_are_no_stragglers() -> None:

@@ -247,17 +247,20 @@ def test_sums_of_one_program_are_its_own() -> None:
     assert sums.add(SlotChanges([REDUCE], count_row(2), [], b"")).counts == count_row(3)
 
 
-def test_where_nccl_does_not_tell_what_the_gpu_begins_is_noted_once(world: World) -> None:
+@pytest.mark.parametrize(
+    ("state", "note"),
+    [(1, "what its GPU begins is not known: NCCL has another profiler plugin"),
+     (8, "what its GPU begins is told by pairs of CUDA events: that it comes to an operation, up to 0.2 s late")],
+)  # fmt: skip
+def test_where_nccl_does_not_tell_what_the_gpu_begins_is_noted_once(world: World, state: int, note: str) -> None:
     fd = memfd()
     planned = FakeSegment.plan(fd)
     world.shims.adopt(target(), fd)
-    for state in (0, 4, 20, 1, 1):
+    for now in (0, 4, 20, state, state):
         assert planned.opened is not None
-        planned.opened.gpu = state
+        planned.opened.gpu = now
         world.shims.calibrate()
-    assert [text for body in world.sent.of(Kind.NOTE) if "GPU" in (text := body["text"])] == [
-        "what its GPU begins is not known: NCCL has another profiler plugin"
-    ]
+    assert [text for body in world.sent.of(Kind.NOTE) if "GPU" in (text := body["text"])] == [note]
 
 
 def test_which_rank_a_communicator_is_is_told_when_it_is_known(world: World) -> None:

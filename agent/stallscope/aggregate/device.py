@@ -61,7 +61,7 @@ def forget(issuer: Issuer, pointer: int) -> None:
 
 
 def _mark(issuer: Issuer, rows: Array, pointer: int, recs: Array) -> tuple[Array, Array]:
-    """(numbers, instants) of collectives that the GPU began, as NCCL told it: events are asked too seldom for it."""
+    """(numbers, instants) of collectives that the GPU began, as NCCL told: events are asked too seldom for that."""
     began = np.zeros(0, np.int64), np.zeros(0, np.int64)
     at = np.flatnonzero((rows["pointer"] == pointer) & np.isin(rows["kind"], (COLLECTIVE, SEND, RECV)))
     if not len(at):

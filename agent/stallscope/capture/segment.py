@@ -297,7 +297,7 @@ class Segment:
 
     @property
     def gpu(self) -> int:
-        """Whether it is told what the GPU begins: GPU_EVENTS by events, from GPU_AT_WORK on by NCCL, else why not."""
+        """Who tells what the GPU begins: GPU_EVENTS pairs of events, from GPU_AT_WORK on NCCL; else why nobody does."""
         return int(lib.segment__gpu(self._c))
 
     def gpu_untold(self) -> dict[str, int]:
