@@ -15,7 +15,15 @@ from stallscope.capture import shims as module
 from stallscope.capture.held import PLACES
 from stallscope.capture.rings import SlotChanges, Thread
 from stallscope.capture.segment import Comm, Mode
-from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, NCCL_HOOK, UNREADY_NS, Shims, ShimSettings
+from stallscope.capture.shims import (
+    BATCH_RECORDS,
+    CATCH_UP_BULK,
+    MAX_REFUSALS_TOLD,
+    NCCL_HOOK,
+    UNREADY_NS,
+    Shims,
+    ShimSettings,
+)
 from stallscope.capture.sums import Sums
 from stallscope.wire.frames import Kind
 
@@ -295,7 +303,7 @@ def test_what_was_there_before_a_late_look(world: World) -> None:
     world.shims.adopt(target(), fd)
     kinds = [kind for kind, _ in world.sent.frames if kind != Kind.NOTE]
     assert kinds == [Kind.EVENTS, Kind.COUNTS, Kind.COMMS, Kind.GAP]
-    assert world.told[0][1] == (NCCL_HOOK,)
+    assert world.told[0][1] == (NCCL_HOOK,) and planned.opened is not None and planned.opened.late == CATCH_UP_BULK
     assert world.sent.of(Kind.COMMS)[0]["comms"] == [[0x5000, 47, REDUCE, 8, 7, 0, 3, 8, b""]]
     (gap,) = world.sent.of(Kind.GAP)
     assert gap == {
