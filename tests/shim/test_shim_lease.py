@@ -83,9 +83,8 @@ def test_the_newest_stay_while_nobody_reads(agent: Agent, program: Obeys) -> Non
     assert losses["history"] == made - len(told)
     assert (losses["vital_full"], losses["overwritten"], losses["corrupt"]) == (0, 0, 0)
     first = read.recs[0]
-    assert read.segment.whole_since_ns(read.clock) == int(first["ts_ns"]) + (
-        int(first["dur_ns"]) if first["kind"] != ENTER else 0
-    )
+    written_ns = int(first["ts_ns"]) + (int(first["dur_ns"]) if first["kind"] != ENTER else 0)
+    assert abs(read.segment.whole_since_ns(read.clock) - written_ns) <= 2  # rounded
 
 
 def test_old_launches_are_left_out(agent: Agent, stubs: Path) -> None:
