@@ -125,7 +125,10 @@ void segment__close(struct segment *s);
 void segment__facts(const struct segment *s, struct segment_facts *out);
 int segment__drain(struct segment *s, const struct seg_clock *c, uint32_t slot, uint32_t tgid, struct ring_batch *b);
 void segment__hold(struct segment *s); /* go on as its reader for some seconds; a drain does it, too */
-/* From when on no record is missing, as far as that was known at the first look; 0: from the beginning on. */
+/* Before the first drain: of what waits in the bulk rings, only the newest `most` of each are wanted; the others are
+ * history. */
+void segment__come_late(struct segment *s, uint64_t most);
+/* From when on no vital record is missing, as far as that was known at the first look; 0: from the beginning on. */
 uint64_t segment__whole_since(struct segment *s, const struct seg_clock *c);
 uint64_t segment__pending(struct segment *s); /* records that a drain has not taken yet */
 int segment__counts(struct segment *s, uint32_t is_over,

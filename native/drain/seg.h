@@ -15,7 +15,7 @@ struct seg_reader { /* of one block */
   bool is_old; /* the reader is just coming: what was overwritten before is history, and no loss */
   bool dates;  /* all that is behind was overwritten before that */
   uint64_t overwritten;
-  uint64_t since;                                  /* counter: from then on all records are there; 0 = always */
+  uint64_t since;                                  /* counter: from then on all vital records are there; 0 = always */
   uint64_t history[WIRE_HOOKS];                    /* calls whose record was */
   uint64_t events[WIRE_HOOKS], missed[WIRE_HOOKS]; /* calls whose record was given out; that will never be */
   struct seg_frame frames[WIRE_DEPTH];             /* calls under way when the counters were read last */

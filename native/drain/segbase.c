@@ -130,7 +130,8 @@ void seg_gone(struct seg_reader *r, uint64_t records) {
 /* A reader that dies does not say so, and a program must not ask: what it said last holds for some seconds. */
 void segment__hold(struct segment *s) {
   uint64_t span = s->header.ticks_per_s * LEASE_S, now = seg_ticks_now();
-  if (!s->has_arrived || (s->lease > now && s->lease - now > span / 2)) return;
+  uint64_t there = seg_word(s, offsetof(struct seg_header, lease)); /* ours, or that of one who reads along */
+  if (!s->has_arrived || (there > now && there - now > span / 2)) return;
   s->lease = now + span;
   seg_store(s, offsetof(struct seg_header, lease), s->lease);
 }

@@ -358,11 +358,18 @@ static uint64_t copy_chunk(struct segment *s, uint32_t block, struct seg_reader 
 static void skip_to(struct segment *s, uint32_t block, struct seg_reader *r, uint64_t oldest) {
   seg_gone(r, oldest - r->tail);
   r->tail = oldest;
-  uint64_t written = seg_word(s, seg_block_at(s, block) + SEG_BULK_AT(s->header.vital_bits) +
-                                     (oldest & ((1ull << s->header.bulk_bits) - 1)) * 32);
-  if (r->is_old && written > r->since) r->since = written;
   if (oldest < seg_word(s, SEG_FIELD(s, block, since))) return;
   r->tid = (uint32_t)seg_word(s, SEG_FIELD(s, block, tid)); /* the mark of this thread may be among them */
+}
+
+void segment__come_late(struct segment *s, uint64_t most) {
+  for (uint32_t block = 0; block < seg_used(s) && !s->has_arrived; block++) {
+    struct seg_reader *r = seg_reader_of(s, block);
+    uint64_t head = seg_word(s, SEG_FIELD(s, block, head));
+    if (!r || head < r->tail || head - r->tail <= most) continue;
+    r->is_old = true;
+    skip_to(s, block, r, head - most);
+  }
 }
 
 static void drain_bulk(const struct sink *k, uint32_t block, struct seg_reader *r) {

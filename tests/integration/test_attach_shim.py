@@ -113,7 +113,7 @@ def test_children_of_a_shell() -> None:
 @pytest.mark.usefixtures("needs_bpf")
 @pytest.mark.parametrize("more", [0, 5])
 def test_a_late_tracer_knows_who_is_who(more: int, tmp_path: Path) -> None:
-    """After thousands of operations, more than rings hold: communicators and numbers by the process's own table."""
+    """After thousands of operations, more than rings hold: of the oldest the process's own table knows."""
     recording = tmp_path / "late.stall"
     with Preloaded(
         [sys.executable, ROOT / "tests" / "targets" / "many_operations.py", "6000", str(more)],
@@ -127,7 +127,7 @@ def test_a_late_tracer_knows_who_is_who(more: int, tmp_path: Path) -> None:
     first, second = sorted(report["communicators"], key=lambda c: -c["members"][0]["next_seq"])
     assert first["unique_id"] == uid and first["identity"] == "verified"
     assert [(m["rank"], m["next_seq"]) for m in first["members"]] == [(0, 6000 + more)]
-    # It was made when the vital ring was full.
+    # It was made when the vital ring had been full.
     assert [(m["rank"], m["next_seq"]) for m in second["members"]] == [(0, 3)]
     assert counts(report)["ncclAllReduce"] == 6003 + more
     state = state_of(recording)

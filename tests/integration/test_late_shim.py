@@ -73,5 +73,5 @@ def test_rings_that_have_wrapped_many_times(tmp_path: Path) -> None:
 def test_ten_minutes_late(tmp_path: Path) -> None:
     """With the usual rings."""
     truth, report, at_ns = attached_late(tmp_path / "a.stall", 0, LATE_S)
-    assert truth["operations"] > 300 * LATE_S
+    assert truth["operations"] > 50 * LATE_S
     check(tmp_path / "a.stall", truth, report, at_ns, 1900)

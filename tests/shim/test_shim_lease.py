@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shim_kit import Agent, Read, environment
+from shim_kit import Agent, Read, environment, run
 
 from stallscope.capture.segment import Segment
 from stallscope.wire.hook_table import BY_NAME
@@ -83,9 +83,20 @@ def test_the_newest_stay_while_nobody_reads(agent: Agent, program: Obeys) -> Non
     assert losses["history"] == made - len(told)
     assert (losses["vital_full"], losses["overwritten"], losses["corrupt"]) == (0, 0, 0)
     first = read.recs[0]
-    assert read.segment.whole_since_ns(read.clock) == int(first["ts_ns"]) + (
-        int(first["dur_ns"]) if first["kind"] != ENTER else 0
-    )
+    written_ns = int(first["ts_ns"]) + (int(first["dur_ns"]) if first["kind"] != ENTER else 0)
+    assert abs(read.segment.whole_since_ns(read.clock) - written_ns) <= 2  # rounded
+
+
+def test_old_launches_are_left_out(agent: Agent, stubs: Path) -> None:
+    """Where a reader that comes late says so; the newest are taken."""
+    run([stubs / "program", "calls", "5000"], environment(stubs, STALLSCOPE_SHIM=f"socket:{agent.path}"))
+    (read,) = agent.wait_for(1)
+    read.segment.come_late(100)
+    assert read.conserved() == {"cudaLaunchKernel": 5000}
+    assert read.events == {"cudaLaunchKernel": 100}
+    losses = read.segment.losses()
+    assert (losses["history"], losses["overwritten"]) == (4900, 0)
+    assert read.segment.whole_since_ns(read.clock) == 0
 
 
 @pytest.mark.parametrize("by", ["drain", "hold"])

@@ -65,6 +65,7 @@ class FakeSegment:
             bad=None,
             gpu=0,
             held=0,
+            late=None,
             since_ns=0,
             **more,
         )
@@ -90,6 +91,9 @@ class FakeSegment:
 
     def losses(self) -> dict[str, int]:
         return dict(self.lost)
+
+    def come_late(self, most: int) -> None:
+        self.late = most
 
     def hold(self) -> None:
         self.held += 1

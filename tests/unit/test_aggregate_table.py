@@ -10,6 +10,8 @@ from aggregate_kit import ENTER, START, UID, Kit, one
 from stallscope.aggregate.numbering import RECV, SEND
 from stallscope.aggregate.state import State
 from stallscope.diagnose.pairs import pair_base
+from stallscope.output.header import counted
+from stallscope.output.remarks import remarks
 from stallscope.wire.frames import Frame, Kind
 from stallscope.wire.hook_table import BY_NAME
 
@@ -176,8 +178,13 @@ def test_the_rings_kept_the_newest() -> None:
     ]  # fmt: skip
     reduce(kit, 2, 499)
     assert arrived(ticked(kit)) == [500, 500]
+    gap = {"source": "shim", "proc": 1, "count": 400, "from_ns": START, "to_ns": START + 2 * 10**9}
+    kit.add(Kind.GAP, **gap, reason="before the attach")
     report = kit.report()
     assert members(report) == [(1, 0, 500), (2, 1, 500)]
+    vital = "all of NCCL, errors and long waits in the first 2.00 s"
+    assert f"pid 4001: 400 calls of before the attach are only counted, among them {vital}" in remarks(report)
+    assert ", 850 before the attach)" in counted(report)
     assert report["capture"]["filtered"] == {"before the attach": 850} and report["capture"]["lost"] == 0
 
 

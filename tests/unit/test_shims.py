@@ -15,7 +15,15 @@ from stallscope.capture import shims as module
 from stallscope.capture.held import PLACES
 from stallscope.capture.rings import SlotChanges, Thread
 from stallscope.capture.segment import Comm, Mode
-from stallscope.capture.shims import BATCH_RECORDS, MAX_REFUSALS_TOLD, UNREADY_NS, Shims, ShimSettings
+from stallscope.capture.shims import (
+    BATCH_RECORDS,
+    CATCH_UP_BULK,
+    MAX_REFUSALS_TOLD,
+    NCCL_HOOK,
+    UNREADY_NS,
+    Shims,
+    ShimSettings,
+)
 from stallscope.capture.sums import Sums
 from stallscope.wire.frames import Kind
 
@@ -284,3 +292,35 @@ def test_what_the_witness_turned_away_is_noted_at_the_end(world: World) -> None:
     assert [body["text"] for body in world.sent.of(Kind.NOTE)] == [
         "shim: 3 operations have no witness of the GPU because too many were waiting for it"
     ]
+
+
+def test_what_was_there_before_a_late_look(world: World) -> None:
+    """The records that rings kept, how many there should be, the table, which was read before them, and the history."""
+    fd = memfd()
+    planned = FakeSegment.plan(fd)
+    planned.header.mono_ns = world.now - 7 * 10**9
+    planned.lost, planned.since_ns = {"history": 40}, world.now - 10**9
+    planned.batches = [7]
+    planned.changes = [SlotChanges([REDUCE], count_row(47), [], b"")]
+    planned.table = [Comm(0x5000, 47, (REDUCE, 8, 7, 0), 3, 8, 0, None, None)]
+    world.shims.adopt(target(), fd)
+    kinds = [kind for kind, _ in world.sent.frames if kind != Kind.NOTE]
+    assert kinds == [Kind.EVENTS, Kind.COUNTS, Kind.COMMS, Kind.GAP]
+    assert world.told[0][1] == (NCCL_HOOK,) and planned.opened is not None and planned.opened.late == CATCH_UP_BULK
+    assert world.sent.of(Kind.COMMS)[0]["comms"] == [[0x5000, 47, REDUCE, 8, 7, 0, 3, 8, b""]]
+    (gap,) = world.sent.of(Kind.GAP)
+    assert gap == {
+        "source": "shim", "proc": 1, "count": 40, "from_ns": world.now - 7 * 10**9, "to_ns": world.now - 10**9,
+        "reason": "before the attach",
+    }  # fmt: skip
+    world.shims.close_losses(world.now)
+    assert len(world.sent.of(Kind.GAP)) == 1 and world.shims.lost_by() == {}
+
+
+def test_what_waits_is_held_while_nothing_is_read(world: World) -> None:
+    """A slow aggregator is no reason to overwrite."""
+    fd = memfd()
+    planned = FakeSegment.plan(fd)
+    world.shims.adopt(target(), fd)
+    world.shims.poll_losses(world.now)
+    assert planned.opened is not None and planned.opened.held == 1

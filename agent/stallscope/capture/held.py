@@ -104,7 +104,7 @@ class Held:
             self.rest = MOST_REST if self.idle > IDLE_LOOKS else 0
 
     def history(self, clock: Clock | None) -> dict[str, Any] | None:
-        """A GAP: records that were overwritten before anybody looked; None where there are none."""
+        """A GAP: calls whose records nobody read, up to where the vital ones begin; None where there are none."""
         count = self.segment.losses().get("history")
         if not count or clock is None:
             return None

@@ -284,6 +284,10 @@ class Segment:
         lib.segment__losses(self._c, out)
         return {**dict(zip(_LOSSES, map(int, out), strict=True)), "deep": 0}
 
+    def come_late(self, most: int) -> None:
+        """Before the first `drain`: leave out launches, copies and short waits but the newest `most` of each thread."""
+        lib.segment__come_late(self._c, most)
+
     def hold(self) -> None:
         """Go on as its reader without taking anything; `drain` does it, too.
 
@@ -292,7 +296,7 @@ class Segment:
         lib.segment__hold(self._c)
 
     def whole_since_ns(self, clock: Clock) -> int:
-        """From when on no record had been overwritten at the first look; 0: from the beginning."""
+        """From when on no vital record had been overwritten at the first look; 0: from the beginning."""
         return int(lib.segment__whole_since(self._c, clock.c))
 
     @property

@@ -29,7 +29,7 @@ __all__ = ["ShimSettings", "Shims"]
 
 BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
-CATCH_UP_ROUNDS = 32
+CATCH_UP_ROUNDS, CATCH_UP_BULK = 32, 1024
 UNREADY_NS, MAX_UNREADY = 2_000_000_000, 1024
 LATE_NS = 1_000_000_000
 NCCL_HOOK = BY_NAME["ncclCommInitRank"].id
@@ -135,6 +135,8 @@ class Shims:
         not look like another one than the table's. Before it the counters: how many records there should have been.
         """
         table = self._guarded(held, held.segment.comms, []) if is_late else []
+        if is_late:  # hundreds of thousands of old launches would keep the aggregator from what happens now
+            self._guarded(held, partial(held.segment.come_late, CATCH_UP_BULK), None)
         if table:
             self._links.tell(held.target, (NCCL_HOOK,), held.begun_ns)
         rounds = CATCH_UP_ROUNDS if is_late else 0

@@ -55,7 +55,9 @@ def _gap(gap: Row, pids: dict[int, int]) -> str:
     missed = "unknown calls" if gap["count"] is None else f"{count(gap['count'])} records"
     span = duration(gap["to_ns"] - gap["from_ns"])
     if gap["reason"] == "before the attach":
-        return f"{where}: {count(gap['count'])} calls of the first {span} are only counted: they were before the attach"
+        vital = f"all of NCCL, errors and long waits in the first {span}"
+        more = f", among them {vital}" if gap["to_ns"] > gap["from_ns"] else ""
+        return f"{where}: {count(gap['count'])} calls of before the attach are only counted{more}"
     return f"{where}: {missed} missed in {span} at {duration(gap['from_ns'])} ({clean(gap['reason'])})"
 
 
