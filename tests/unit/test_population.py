@@ -17,7 +17,7 @@ from stallscope.capture.population import Population
 from stallscope.capture.procfs import Facts
 from stallscope.wire.frames import Kind
 
-FORK = 4
+FORK, EXEC, EXIT = 4, 5, 6
 
 
 class Slots:
@@ -69,9 +69,14 @@ class World:
         monkeypatch.setattr(module, "parent_of", lambda pid: self._facts(pid).ppid)
         monkeypatch.setattr(ancestors, "chain_of", lambda pid: [])
         monkeypatch.setattr(module.os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))
-        monkeypatch.setattr(module, "_pidfd_ended", lambda fd: False)
         send = lambda kind, body: self.frames.append((kind, body))  # noqa: E731
-        self.population = Population(tables, linker, sharing, reaper, shims, send, lambda: 5, follow=True)  # type: ignore[arg-type]
+        self.now, self.ended, self.looked = 5, False, []
+        monkeypatch.setattr(module, "_pidfd_ended", lambda fd: self.ended)
+        forked = lambda pid, parent, start_ns: self._facts(pid)  # noqa: E731
+        monkeypatch.setattr(module, "forked_facts", forked)
+        monkeypatch.setattr(module, "execed_facts", lambda facts: facts._replace(name="other"))
+        self.population = Population(tables, linker, sharing, reaper, shims, send, lambda: self.now, follow=True)  # type: ignore[arg-type]
+        self.population.on_image = lambda target: self.looked.append(target.pid)
 
     def _descendants(self, pid: int) -> list[int]:
         direct = self.children.get(pid, [])
@@ -99,10 +104,19 @@ class World:
             self.records.append(struct.pack("<QQIIHBBHBBIi8Q", 7, 0, parent, parent, 0, FORK, 0, 0, 0, 0, 0, 0,
                                             child, slot, *[0] * 6))  # fmt: skip
 
+    def happens(self, kind: int, pid: int, *a: int) -> None:
+        words = [*a, *[0] * (8 - len(a))]
+        self.records.append(struct.pack("<QQIIHBBHBBIi8Q", 8, 0, pid, pid, 0, kind, 0, 0, 0, 0, 0, 0, *words))
+
     def deliver(self) -> None:
-        """The vital ring is drained."""
+        """The life ring is drained."""
         for record in self.records:
             self.population.event(record)
+        self.records.clear()
+
+    def pass_(self, ms: int) -> None:
+        self.now += ms * 1_000_000
+        self.population.settle()
 
     def seen(self) -> list[int]:
         """Pids of all processes that were announced."""
@@ -154,6 +168,46 @@ def test_fork_under_way_while_its_child_is_found(world: World) -> None:
     world.deliver()
     assert world.seen() == [10, 11]
     assert sorted(world.slots.owners.values()) == [10, 11]
+
+
+def test_the_young_are_looked_at_later(world: World) -> None:
+    """Told at once, and linked as their parent is; what ends or becomes another program first is left alone."""
+    world.population.adopt([10])
+    assert world.looked == [10] and world.linked == [10]
+    for child in (11, 12, 13):
+        world.fork(10, child)
+    world.deliver()
+    assert world.seen() == [10, 11, 12, 13] and world.looked == [10]
+    world.pass_(20)
+    world.happens(EXEC, 12)
+    world.happens(EXIT, 13)
+    world.deliver()
+    assert [body["name"] for kind, body in world.frames if kind == Kind.IMAGE] == ["other"]
+    world.pass_(15)
+    assert world.looked == [10, 11]
+    world.pass_(20)
+    assert world.looked == [10, 11, 12]
+    world.fork(10, 14)
+    world.deliver()
+    world.population.settle(final=True)
+    assert world.looked[3:] == [14]
+
+
+def test_an_end_whose_record_is_under_way(world: World) -> None:
+    """The pidfd tells before the ring does: the exit code in the ring counts. Without a record, none is known."""
+    world.population.adopt([10])
+    world.fork(10, 11)
+    world.deliver()
+    world.ended = True
+    world.population.check()
+    assert world.population.by_pid(11) is not None
+    world.happens(EXIT, 11, 7 << 8)
+    world.deliver()
+    (dead,) = world.population._dead
+    assert (dead.target.pid, dead.code) == (11, 7 << 8)
+    world.population.check()
+    assert [(one.target.pid, one.code) for one in world.population._dead] == [(11, 7 << 8), (10, -1)]
+    world.ended = False
 
 
 def test_the_test_sees_the_real_record() -> None:
