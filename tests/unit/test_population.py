@@ -71,7 +71,7 @@ class World:
         monkeypatch.setattr(module.os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))
         send = lambda kind, body: self.frames.append((kind, body))  # noqa: E731
         self.now, self.ended, self.looked = 5, False, []
-        monkeypatch.setattr(module, "_pidfd_ended", lambda fd: self.ended)
+        monkeypatch.setattr(module, "has_ended", lambda fd: self.ended)
         forked = lambda pid, parent, start_ns: self._facts(pid)  # noqa: E731
         monkeypatch.setattr(module, "forked_facts", forked)
         monkeypatch.setattr(module, "execed_facts", lambda facts: facts._replace(name="other"))
