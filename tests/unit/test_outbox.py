@@ -46,14 +46,14 @@ def test_many_bytes_go_at_once() -> None:
 def test_a_socket_that_takes_little() -> None:
     """Pieces of any length: nothing is lost, doubled or out of order, and `bulk_ok` says when to wait."""
     pair, got = Pair(), []
-    for number in range(3000):
+    for number in range(5000):
         pair.outbox.send(Kind.NOTE, {"at_ns": number, "proc": None, "text": "x" * (number % 5000)})
     assert not pair.outbox.bulk_ok and pair.outbox.vital_ok
     while pair.outbox.queued_bytes:
         pair.outbox.flush()
         got += pair.came()
     got += pair.came()
-    assert [(frame.body["at_ns"], len(frame.body["text"])) for frame in got] == [(n, n % 5000) for n in range(3000)]
+    assert [(frame.body["at_ns"], len(frame.body["text"])) for frame in got] == [(n, n % 5000) for n in range(5000)]
     assert pair.outbox.bulk_ok
 
 

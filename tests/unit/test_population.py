@@ -37,6 +37,9 @@ class Slots:
     def free(self, slot: int) -> None:
         del self.owners[slot]
 
+    def all(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(slot=slot, tgid=tgid) for slot, tgid in self.owners.items()]
+
 
 class World:
     """A process tree, the kernel's side of the filter, and a population that looks at them."""
@@ -51,6 +54,7 @@ class World:
         self.on_link: dict[int, tuple[int, int]] = {}
         tables = SimpleNamespace(
             slots=self.slots,
+            newest=lambda: (0, 0),
             procs=SimpleNamespace(add=lambda pid, slot, follow: self.filter.__setitem__(pid, slot)),
             counters=SimpleNamespace(zero=lambda slot: None),
             ranges=SimpleNamespace(set=lambda slot, ranges: None),
@@ -58,12 +62,14 @@ class World:
         linker = SimpleNamespace(
             link_process=self._link, link_forked=lambda child, parent: self.linked.append(child.pid),
             announce=lambda target, at: None, before_link=None,
+            must_untime=lambda target: False, tell_silent=lambda target, final: None,
         )  # fmt: skip
         sharing, reaper = (
             SimpleNamespace(forget=lambda linked: None),
             SimpleNamespace(close_later=lambda entries, returns: None),
         )
-        shims = SimpleNamespace(has=lambda target: False, hasten=lambda target: None, is_unread=lambda target: False)
+        shims = SimpleNamespace(has=lambda target: False, hasten=lambda target: None, is_unread=lambda target: False,
+                                retire=lambda target, at: None)  # fmt: skip
         monkeypatch.setattr(module, "children_of", self._descendants)
         monkeypatch.setattr(module, "facts_of", self._facts)
         monkeypatch.setattr(module, "parent_of", lambda pid: self._facts(pid).ppid)
