@@ -119,9 +119,9 @@ def test_late_attach(needs_bpf: None, silent: Silent) -> None:
         program.wait_for("here")
         program.say()
         program.wait_for("searching")
-        time.sleep(0.5)
+        time.sleep(2)
         with Tracer([program.pid]).attached() as tracer:
-            time.sleep(1)
+            time.sleep(0.5)
             silent.release()
             truth = took(program.wait_for("took"))
             report = tracer.report(4)  # without a word of CUDA
