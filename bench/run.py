@@ -20,6 +20,7 @@ import crowd
 import detaching
 import draining
 import endtoend
+import forks
 import percall
 import stranger
 from driver import Driver
@@ -29,7 +30,7 @@ from stub_library import StubLibrary, build_libraries, build_program
 from stallscope.capture.loader import load
 from stallscope.errors import StallscopeError
 
-PARTS = ("percall", "stranger", "drain", "detach", "attach", "crowd")
+PARTS = ("percall", "stranger", "drain", "detach", "attach", "crowd", "forks")
 OUTPUT = Path(__file__).resolve().parents[1] / "build" / "bench.json"
 STATS_SWITCH = Path("/proc/sys/kernel/bpf_stats_enabled")
 
@@ -103,6 +104,14 @@ def crowd_part(bench: Bench) -> list[Figure]:
     return crowd.measure(build_program("crowd"), library, bench.backends[-1], bench.rounds(7, 2))
 
 
+def forks_part(bench: Bench) -> list[Figure]:
+    """The capture while a job forks 200 processes a second."""
+    library = endtoend.cudart()
+    if library is None:
+        raise RuntimeError("there is no libcudart to call (make build makes a simulated one)")
+    return forks.measure(library, bench.backends[-1], bench.rounds(3, 1))
+
+
 def stats_part(bench: Bench) -> list[Figure]:
     """Time in each BPF program; the switch adds its own cost to each run."""
     before = STATS_SWITCH.read_text()
@@ -121,6 +130,7 @@ MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "detach": detach_part,
     "attach": attach_part,
     "crowd": crowd_part,
+    "forks": forks_part,
     "stats": stats_part,
 }
 

@@ -14,7 +14,8 @@ from stub_library import StubLibrary
 
 from stallscope.capture.links import RawTracepoint, UprobeLink, close_all
 from stallscope.capture.loader import load
-from stallscope.capture.session import BATCH_RECORDS, POLL_MS, ROUNDS, Settings
+from stallscope.capture.loop import POLL_MS, ROUNDS
+from stallscope.capture.session import BATCH_RECORDS, Settings
 from stallscope.capture.sharing import program_of
 from stallscope.capture.tables import Tables
 from stallscope.wire.hook_table import BY_NAME, Hook

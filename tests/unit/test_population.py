@@ -17,7 +17,7 @@ from stallscope.capture.population import Population
 from stallscope.capture.procfs import Facts
 from stallscope.wire.frames import Kind
 
-FORK = 4
+FORK, EXEC, EXIT = 4, 5, 6
 
 
 class Slots:
@@ -37,6 +37,9 @@ class Slots:
     def free(self, slot: int) -> None:
         del self.owners[slot]
 
+    def all(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(slot=slot, tgid=tgid) for slot, tgid in self.owners.items()]
+
 
 class World:
     """A process tree, the kernel's side of the filter, and a population that looks at them."""
@@ -51,6 +54,7 @@ class World:
         self.on_link: dict[int, tuple[int, int]] = {}
         tables = SimpleNamespace(
             slots=self.slots,
+            newest=lambda: (0, 0),
             procs=SimpleNamespace(add=lambda pid, slot, follow: self.filter.__setitem__(pid, slot)),
             counters=SimpleNamespace(zero=lambda slot: None),
             ranges=SimpleNamespace(set=lambda slot, ranges: None),
@@ -59,20 +63,27 @@ class World:
         linker = SimpleNamespace(
             link_process=self._link, link_forked=lambda child, parent: self.linked.append(child.pid),
             announce=lambda target, at: None, before_link=None,
+            must_untime=lambda target: False, tell_silent=lambda target, final: None,
         )  # fmt: skip
         sharing, reaper = (
             SimpleNamespace(forget=lambda linked: None),
             SimpleNamespace(close_later=lambda entries, returns: None),
         )
-        shims = SimpleNamespace(has=lambda target: False, hasten=lambda target: None, is_unread=lambda target: False)
+        shims = SimpleNamespace(has=lambda target: False, hasten=lambda target: None, is_unread=lambda target: False,
+                                retire=lambda target, at: None)  # fmt: skip
         monkeypatch.setattr(module, "children_of", self._descendants)
         monkeypatch.setattr(module, "facts_of", self._facts)
         monkeypatch.setattr(module, "parent_of", lambda pid: self._facts(pid).ppid)
         monkeypatch.setattr(ancestors, "chain_of", lambda pid: [])
         monkeypatch.setattr(module.os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))
-        monkeypatch.setattr(module, "_pidfd_ended", lambda fd: False)
         send = lambda kind, body: self.frames.append((kind, body))  # noqa: E731
-        self.population = Population(tables, linker, sharing, reaper, shims, send, lambda: 5, follow=True)  # type: ignore[arg-type]
+        self.now, self.ended, self.looked = 5, False, []
+        monkeypatch.setattr(module, "has_ended", lambda fd: self.ended)
+        forked = lambda pid, parent, start_ns: self._facts(pid)  # noqa: E731
+        monkeypatch.setattr(module, "forked_facts", forked)
+        monkeypatch.setattr(module, "execed_facts", lambda facts: facts._replace(name="other"))
+        self.population = Population(tables, linker, sharing, reaper, shims, send, lambda: self.now, follow=True)  # type: ignore[arg-type]
+        self.population.on_image = lambda target: self.looked.append(target.pid)
 
     def _descendants(self, pid: int) -> list[int]:
         direct = self.children.get(pid, [])
@@ -100,10 +111,19 @@ class World:
             self.records.append(struct.pack("<QQIIHBBHBBIi8Q", 7, 0, parent, parent, 0, FORK, 0, 0, 0, 0, 0, 0,
                                             child, slot, *[0] * 6))  # fmt: skip
 
+    def happens(self, kind: int, pid: int, *a: int) -> None:
+        words = [*a, *[0] * (8 - len(a))]
+        self.records.append(struct.pack("<QQIIHBBHBBIi8Q", 8, 0, pid, pid, 0, kind, 0, 0, 0, 0, 0, 0, *words))
+
     def deliver(self) -> None:
-        """The vital ring is drained."""
+        """The life ring is drained."""
         for record in self.records:
             self.population.event(record)
+        self.records.clear()
+
+    def pass_(self, ms: int) -> None:
+        self.now += ms * 1_000_000
+        self.population.settle()
 
     def seen(self) -> list[int]:
         """Pids of all processes that were announced."""
@@ -155,6 +175,46 @@ def test_fork_under_way_while_its_child_is_found(world: World) -> None:
     world.deliver()
     assert world.seen() == [10, 11]
     assert sorted(world.slots.owners.values()) == [10, 11]
+
+
+def test_the_young_are_looked_at_later(world: World) -> None:
+    """Told at once, and linked as their parent is; what ends or becomes another program first is left alone."""
+    world.population.adopt([10])
+    assert world.looked == [10] and world.linked == [10]
+    for child in (11, 12, 13):
+        world.fork(10, child)
+    world.deliver()
+    assert world.seen() == [10, 11, 12, 13] and world.looked == [10]
+    world.pass_(20)
+    world.happens(EXEC, 12)
+    world.happens(EXIT, 13)
+    world.deliver()
+    assert [body["name"] for kind, body in world.frames if kind == Kind.IMAGE] == ["other"]
+    world.pass_(15)
+    assert world.looked == [10, 11]
+    world.pass_(20)
+    assert world.looked == [10, 11, 12]
+    world.fork(10, 14)
+    world.deliver()
+    world.population.settle(final=True)
+    assert world.looked[3:] == [14]
+
+
+def test_an_end_whose_record_is_under_way(world: World) -> None:
+    """The pidfd tells before the ring does: the exit code in the ring counts. Without a record, none is known."""
+    world.population.adopt([10])
+    world.fork(10, 11)
+    world.deliver()
+    world.ended = True
+    world.population.check()
+    assert world.population.by_pid(11) is not None
+    world.happens(EXIT, 11, 7 << 8)
+    world.deliver()
+    (dead,) = world.population._dead
+    assert (dead.target.pid, dead.code) == (11, 7 << 8)
+    world.population.check()
+    assert [(one.target.pid, one.code) for one in world.population._dead] == [(11, 7 << 8), (10, -1)]
+    world.ended = False
 
 
 def test_the_test_sees_the_real_record() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from stallscope.capture.ancestors import Ancestors, parents_first
 from stallscope.capture.announcing import tell_image, tell_process
 from stallscope.capture.counting import send_changes
 from stallscope.capture.endings import exit_body
+from stallscope.capture.exits import has_ended
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
 from stallscope.capture.oom import Victims
@@ -22,13 +22,13 @@ from stallscope.capture.sharing import Sharing
 from stallscope.capture.shims import Shims
 from stallscope.capture.tables import Tables
 from stallscope.capture.target import Target, Unasked
+from stallscope.capture.young import Young
 from stallscope.errors import TargetProblem
 from stallscope.wire.frames import Kind
 
 __all__ = ["Population"]
 
 FORK, EXEC, EXIT, OOM = 4, 5, 6, 10
-YOUNG_NS = 30_000_000  # most commands of a script have ended by then
 _REC = struct.Struct("<QQIIHBBHBBIi8Q")
 
 
@@ -67,7 +67,7 @@ class Population:
         self._strange_slots: set[tuple[int, int]] = set()
         self._without_record: set[int] = set()
         self._next_proc = 1
-        self._young: dict[int, tuple[int, Target, int]] = {}
+        self._young = Young(clock)
         self._reaper = reaper
         self._sharing = sharing
         self._shims = shims
@@ -200,7 +200,7 @@ class Population:
         target = self._by_pid.get(pid)
         if target is None:
             return False
-        if target.pidfd >= 0 and _pidfd_ended(target.pidfd):  # an earlier process of this pid: its exit was lost
+        if target.pidfd >= 0 and has_ended(target.pidfd):  # an earlier process of this pid: its exit was lost
             self._exited(pid, -1, self._clock())
             return False
         if slot not in (0, target.slot):
@@ -223,21 +223,11 @@ class Population:
         target.rank_words = parent.rank_words
         self._announce(target)
         self._linker.announce(target, ts_ns)
-        self._look_later(target, ts_ns)
-
-    def _look_later(self, target: Target, since_ns: int) -> None:
-        """Who has just begun is looked at a little later: the news of mappings tell of a library before that."""
-        self._young.pop(target.proc, None)
-        self._young[target.proc] = (self._clock() + YOUNG_NS, target, since_ns)
+        self._young.add(target, ts_ns)
 
     def settle(self, *, final: bool = False) -> None:
-        """Look at those that live on, at their mappings and their environment; `final`: at all of them, now."""
-        now = self._clock()
-        while self._young:
-            proc, (due_ns, target, since_ns) = next(iter(self._young.items()))
-            if due_ns > now and not final:
-                return
-            del self._young[proc]
+        """Look at mappings and environment of those that have lived on for a while; `final`: of all of them, now."""
+        for target, since_ns in self._young.grown(final=final):
             self._linker.link_process(target, since_ns)
             self.on_image(target)
 
@@ -267,7 +257,7 @@ class Population:
         with contextlib.suppress(OSError):
             target.facts = execed_facts(target.facts)
         tell_image(self._send, target, ts_ns)
-        self._look_later(target, ts_ns)
+        self._young.add(target, ts_ns)
 
     def _preloaded(self, target: Target) -> None:
         """Its shim tells more, at less cost; a call that both saw would count twice."""
@@ -287,13 +277,13 @@ class Population:
         target = self._by_pid.pop(pid, None)
         if target is not None:
             target.ended = True
-            self._young.pop(target.proc, None)
+            self._young.drop(target)
             self._shims.hasten(target)
             self._dead.append(_Ended(target, code, ts_ns, self._tables.newest()))
 
     def check(self) -> None:
         """Processes whose exit record was lost: their pidfd tells, two looks in a row: it may be in the ring."""
-        ended = {target.proc for target in self.live() if target.pidfd >= 0 and _pidfd_ended(target.pidfd)}
+        ended = {target.proc for target in self.live() if target.pidfd >= 0 and has_ended(target.pidfd)}
         for target in self.live():
             if target.proc in ended & self._without_record:
                 self._exited(target.pid, -1, self._clock())
@@ -387,9 +377,3 @@ def _inherited(pid: int, ppid: int, parent: Target | None, start_ns: int) -> Fac
         return Facts(pid, None, ppid, "?", [], None, start_ns, 0)
     facts = parent.facts
     return Facts(pid, None, ppid, facts.name, facts.cmdline, facts.container_id, start_ns, facts.uid)
-
-
-def _pidfd_ended(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
