@@ -280,6 +280,8 @@ class Population:
                 self._exited(target.pid, -1, self._clock())
         self._reconcile()
         self.ancestors.check()
+        if self.victims is not None:
+            self.victims.learn()
 
     def _reconcile(self) -> None:
         """Slots that BPF gave to a child of which no fork record came; two looks in a row: it may be under way."""
