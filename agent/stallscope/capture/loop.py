@@ -276,7 +276,8 @@ class Loop(ABC):
 
     def _tell_oddities(self, now: int) -> None:
         """What should never happen; where it did, numbers above may be too small."""
-        for what, count in self._oddities().items():
+        unseen = {"workers at a time were not looked at: there are too many": self._workers.crews.turned_away}
+        for what, count in (self._oddities() | unseen).items():
             if count:
                 self._note(now, f"{count} {what}")
 
