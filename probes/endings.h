@@ -2,7 +2,9 @@
  * Why processes end: who sent the signal, whom the kernel chose for want of memory, since when it tidies up. */
 /* Signals whose default is not to end the process: CHLD, CONT, STOP, TSTP, TTIN, TTOU, URG, WINCH. */
 #define HARMLESS (1u << 17 | 1u << 18 | 1u << 19 | 1u << 20 | 1u << 21 | 1u << 22 | 1u << 23 | 1u << 28)
-#define SIGNAL_IGNORED 1 /* include/trace/events/signal.h, TRACE_SIGNAL_IGNORED */
+/* include/trace/events/signal.h, TRACE_SIGNAL_*: of two that came before the first was handled, the first one counts. */
+#define SIGNAL_IGNORED 1
+#define SIGNAL_ALREADY_PENDING 2
 #define FROM_KERNEL 0x80 /* SI_KERNEL */
 #define INFO_CODE 8      /* siginfo_t: si_signo, si_errno, si_code */
 
@@ -23,8 +25,9 @@ INL int code_of(u64 info) {
 
 /* The newest of each number is kept, no record is made: a profiler's timer may send a thousand a second. */
 ON("raw_tracepoint/signal_generate") int on_signal(raw_ctx *ctx) {
-  u32 number = ctx->args[0], tgid, slot, *s;
-  if (!number || number >= WIRE_SIGNALS || HARMLESS >> number & 1 || (u32)ctx->args[4] == SIGNAL_IGNORED) return 0;
+  u32 number = ctx->args[0], result = ctx->args[4], tgid, slot, *s;
+  if (!number || number >= WIRE_SIGNALS || HARMLESS >> number & 1) return 0;
+  if (result == SIGNAL_IGNORED || result == SIGNAL_ALREADY_PENDING) return 0;
   tgid = tgid_of(ctx->args[2]);
   s = procs.lookup(&tgid);
   if (!s) return 0;

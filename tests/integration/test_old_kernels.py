@@ -257,7 +257,8 @@ def test_programs_without_cookies_load(no_cookies_object: Path, needs_bcc: None)
     assert len(want) <= MAX_PERF_PROBES
     # Where returns may not be probed, paired functions are only counted.
     want |= {f"count_{number}" for number in FEW if BY_ID[number].mode == "PAIR"}
-    assert set(by_bcc.programs) == set(by_object.programs) == {*want, "on_fork", "on_exec", "on_exit", "who_am_i"}
+    want |= {"on_fork", "on_exec", "on_exit", "who_am_i", "on_signal", "on_oom", "on_exiting"}
+    assert set(by_bcc.programs) == set(by_object.programs) == want
     assert set(by_bcc.maps) == set(by_object.maps)
     by_bcc.close()
     by_object.close()

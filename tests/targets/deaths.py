@@ -22,6 +22,7 @@ TIDY_S = 2.0
 
 
 def tidy() -> None:
+    print("tidy", time.monotonic_ns(), flush=True)
     time.sleep(TIDY_S)
 
 

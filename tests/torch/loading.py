@@ -13,7 +13,7 @@ import time
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-SLOW_WORKER, SLOW_S, STEP_S = 1, 0.6, 0.1
+SLOW_WORKER, SLOW_S, STEP_S = 1, 1.2, 0.1
 
 
 class Slow(Dataset[torch.Tensor]):

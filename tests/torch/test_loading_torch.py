@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE.parent / "integration"))
 from harness import Program, Tracer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("needs_bpf")
-WORKERS, BATCHES = 3, 45
+WORKERS, BATCHES = 3, 36
 
 
 def test_starved_by_one_slow_worker() -> None:

@@ -103,8 +103,13 @@ def test_victims(counter: Path) -> None:
     victims.tell(6, 11, None, b"otel\x07\0")
     victims.tell(7, 3000, None, b"far\0")
     victims.tell(8, 0, None, b"")
+    victims.learn()
+    counter.write_text("oom_kill 3\n")
+    victims.tell(9, 0, None, b"gone\0")  # nothing is left of it, but one of our cgroups has lost a process
+    victims.tell(10, 0, None, b"gone\0")
     assert [(b["proc"], b["pid"], b["name"], b["ours"]) for b in told] == [
         (3, 10, "python3", True), (None, 11, "otel\\x07", True), (None, 3000, "far", False), (None, None, None, None),
+        (None, None, "gone", True), (None, None, "gone", False),
     ]  # fmt: skip
     assert victims.holds(3) and not victims.holds(4)
     assert memory_cgroup(os.getpid())

@@ -285,8 +285,11 @@ class Loop(ABC):
 
     def _tell_oddities(self, now: int) -> None:
         """What should never happen; where it did, numbers above may be too small."""
-        turned_away = {"programs were not asked what they waited for": self._start_places.turned_away}
-        for what, count in {**self._oddities(), **turned_away}.items():
+        unseen = {
+            "programs were not asked what they waited for": self._start_places.turned_away,
+            "workers at a time were not looked at: there are too many": self._workers.crews.turned_away,
+        }
+        for what, count in (self._oddities() | unseen).items():
             if count:
                 self._note(now, f"{count} {what}")
 

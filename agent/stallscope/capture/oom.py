@@ -50,25 +50,38 @@ class Victims:
     def __init__(self, send: Send, live: Callable[[], list[Target]]) -> None:
         self._send, self._live = send, live
         self._procs: set[int] = set()
-        self.turned_away = 0
+        self._counts = OomCounts()
+        self._learned: set[int] = set()
+        self._told = self.turned_away = 0
+
+    def learn(self) -> None:
+        """Once a second: count in the cgroups of the traced processes, too."""
+        live = self._live()
+        self._counts.learn(target.pid for target in live if target.proc not in self._learned)
+        self._learned = {target.proc for target in live}
 
     def tell(self, at_ns: int, pid: int, target: Target | None, name: bytes) -> None:
         """`pid` 0: not visible from here; `name`: its task's, padded with zeros."""
-        if len(self._procs) >= MAX_VICTIMS:
-            self.turned_away += 1
-            return
-        cgroup = memory_cgroup(pid) if pid else None
         if target is not None:
             self._procs.add(target.proc)
+        if self._told >= MAX_VICTIMS:
+            self.turned_away += 1
+            return
+        self._told += 1
+        cgroup = memory_cgroup(pid) if pid else None
+        ours = True if target is not None else self._is_ours(cgroup)
+        if ours is not False:  # asked also where it is known: that kill is explained then
+            rose = self._counts.claim(signal.SIGKILL)
+            ours = rose if ours is None else ours
         body = {
             "at_ns": at_ns, "proc": target.proc if target else None, "pid": pid or None, "kills": 1,
             "name": clean(name.split(b"\0", 1)[0].decode("utf-8", "replace")) or None,
-            "cgroup": clean(cgroup) if cgroup else None, "ours": True if target else self._is_ours(cgroup),
+            "cgroup": clean(cgroup) if cgroup else None, "ours": ours,
         }  # fmt: skip
         self._send(Kind.OOM, body)
 
     def _is_ours(self, cgroup: str | None) -> bool | None:
-        if cgroup is None:
+        if cgroup in (None, "/"):  # which an old hierarchy says of all that are ending already
             return None
         return any(memory_cgroup(target.pid) == cgroup for target in self._live())
 

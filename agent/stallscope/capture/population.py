@@ -290,6 +290,8 @@ class Population:
         self._without_record = ended
         self._reconcile()
         self.ancestors.check()
+        if self.victims is not None:
+            self.victims.learn()
 
     def _reconcile(self) -> None:
         """Slots that BPF gave to a child of which no fork record came; two looks in a row: it may be under way."""

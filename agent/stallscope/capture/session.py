@@ -273,6 +273,9 @@ class Session(Loop):
             "times a ring made no sense and was emptied": sum(ring.corrupt for ring in rings),
             "records of unknown size were skipped": sum(ring.skipped for ring in rings),
             **{f"processes whose end is not timed: {why}": n for why, n in self._exit_probes.failed.items()},
+            "kills for want of memory were not told": self.population.victims.turned_away
+            if self.population.victims
+            else 0,
             "times a thread's calls under way could not be read": self.tables.rows.torn,
         }
 

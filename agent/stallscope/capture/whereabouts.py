@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from typing import NamedTuple
@@ -84,7 +85,8 @@ def pipes_of(pid: int) -> set[int]:
     """Inodes of the pipes that a process holds, among its first MAX_FDS descriptors. Empty where it is gone."""
     found = set()
     try:
-        names = os.listdir(f"/proc/{pid}/fd")[:MAX_FDS]
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            names = [entry.name for entry in itertools.islice(entries, MAX_FDS)]
     except OSError:
         return set()
     for name in names:
