@@ -87,7 +87,7 @@ class Loop(ABC):
         self._totals = Totals(outbox.send)
         self._shim_comms = CommReader(ShimComms(shims.comms_made, shims.comms), parser, outbox.send, samples=False)
         self._contexts = Contexts(parser, outbox.send, self._clock)
-        self._stacks = Stacks(outbox.send, self._clock)
+        self._stacks = Stacks(outbox.send, self._clock, parser)
         self._suspicion = Suspicion(self._open_tap, self._callers, outbox.send, self._clock, self._stacks)
         self._next_tick_ns = self._next_slow_ns = 0
         self._told_flying = False
