@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,20 @@ def test_a_forked_child_from_its_first_wait(python: str) -> None:
     assert found.keys() <= truth["sites"].keys() and all(s["site"] for s in child)
     # The links of a child take their time, in which no call is seen; of those that are, each has its site.
     assert sum(found.values()) == harness.counts(report, truth["pid"])["cudaStreamSynchronize"] > 3000
+
+
+def test_a_wait_that_lasts_shows_its_stack() -> None:
+    with Program([sys.executable, TARGET, 1, 60_000_000]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid]).attached() as tracer:
+            program.say()
+            time.sleep(1.5)
+            tracer.stop()
+            report = tracer.report()
+    waiting = [row for row in report["in_flight"] if row["api"] == "cudaStreamSynchronize"]
+    assert len(waiting) == 5
+    for row in waiting:
+        assert [frame["function"] for frame in row["stack"][:2]] == ["Loader.__next__", "one_round"], row
 
 
 def test_a_program_without_python() -> None:
