@@ -104,7 +104,7 @@ $(TORCH_VENV)/installed.stamp: tests/torch/requirements.txt
 	@touch $@
 
 test-pythons: build ## call sites on every CPython from 3.9 on that pyenv or the system has (5 minutes)
-	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_PYTHONS=1 $(PY) -m pytest -v tests/integration/test_sites.py
+	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_PYTHONS=1 $(PY) -m pytest -v tests/unit/test_stacks.py tests/integration/test_sites.py
 
 test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 10 minutes)
 	$(Q)$(PY) -m pytest tests/torch --durations=5

@@ -119,7 +119,7 @@ def test_who_is_outside_is_seen(
     stacks = [b for b in of(job.told, Kind.STACK) if b["at_ns"] < start["since_ns"] + 4.9e9]
     assert [b["proc"] for b in stacks] == [culprit] * 2
     for stack in stacks:
-        assert (stack["why"], stack["by"], stack["tid"]) == (None, "py-spy", job.truth["ranks"][1]["pid"])
+        assert (stack["why"], stack["by"], stack["tid"]) == (None, "memory", job.truth["ranks"][1]["pid"])
         path, line, function, kind = stack["frames"][0]
         assert (path, line, kind) == (str(INJECT), line_of(words), "python")
         assert function.startswith("Injector.")

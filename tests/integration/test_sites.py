@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ def test_the_callers_too_and_on_the_screen(python: str, tmp_path: Path) -> None:
     words = [*harness.STALLSCOPE, "report", str(tmp_path / "r")]
     text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert re.search(r"targets/waitsites.py:\d+ batches +cudaStreamSynchronize +200 ", text), text
+    words = [*harness.STALLSCOPE, "export", str(tmp_path / "r"), "--format", "folded", "-o", str(tmp_path / "f")]
+    subprocess.run(words, check=True)
+    weights = [int(line.rpartition(" ")[2]) for line in (tmp_path / "f").read_text().splitlines()]
+    assert sum(weights) == sum(stall["total_ns"] for stall in report["stalls"])
 
 
 @pytest.mark.parametrize("python", KNOWN)
@@ -103,6 +108,20 @@ def test_a_forked_child_from_its_first_wait(python: str) -> None:
     assert found.keys() <= truth["sites"].keys() and all(s["site"] for s in child)
     # The links of a child take their time, in which no call is seen; of those that are, each has its site.
     assert sum(found.values()) == harness.counts(report, truth["pid"])["cudaStreamSynchronize"] > 3000
+
+
+def test_a_wait_that_lasts_shows_its_stack() -> None:
+    with Program([sys.executable, TARGET, 1, 60_000_000]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid]).attached() as tracer:
+            program.say()
+            time.sleep(1.5)
+            tracer.stop()
+            report = tracer.report()
+    waiting = [row for row in report["in_flight"] if row["api"] == "cudaStreamSynchronize"]
+    assert len(waiting) == 5
+    for row in waiting:
+        assert [frame["function"] for frame in row["stack"][:2]] == ["Loader.__next__", "one_round"], row
 
 
 def test_a_program_without_python() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from aggregate_kit import Kit, one
+from aggregate_kit import Kit, call, one
 
 from stallscope.diagnose.callsites import not_own
 from stallscope.output.terminal import report_text
@@ -92,6 +92,23 @@ def test_functions_stay_apart() -> None:
     kit.site(1, [STEP], [500_000])
     kit.site(2, [STEP], [20_000], api="cudaMemcpy")
     assert {s["api"]: s["count"] for s in kit.bye().report()["stalls"]} == {"cudaStreamSynchronize": 1, "cudaMemcpy": 1}
+
+
+def test_a_call_under_way_has_its_stack() -> None:
+    kit = kit_with(500_000)
+    kit.site(1, [STEP, MAIN], [500_000])
+    rows = [
+        [1, tid, [call(api, kit.now)]]
+        for tid, api in ((7, "cudaStreamSynchronize"), (8, "cudaMemcpy"), (9, "cudaFree"))
+    ]
+    kit.add(Kind.INFLIGHT, at_ns=kit.now, final=True, rows=rows, sites=[[1, 7, 1], [1, 8, 1], [1, 9, 99]])
+    report = kit.bye().report()
+    assert {row["tid"]: row["stack"] for row in report["in_flight"]} == {
+        7: [frame(STEP), frame(MAIN)],
+        8: None,
+        9: None,
+    }
+    assert "job/train.py:12 step" in report_text(report, io.StringIO())
 
 
 def test_bad_frames_end_the_source() -> None:

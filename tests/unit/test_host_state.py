@@ -1,8 +1,7 @@
-"""What /proc says of threads, files and environments, and Python stacks from py-spy's output."""
+"""What /proc says of threads, files and environments."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,11 +15,7 @@ import pytest
 
 from stallscope.capture.hoststate import MAX_THREADS, WrittenFiles, read_threads
 from stallscope.capture.procfs import own_tid, rank_words
-from stallscope.capture.stacks import MAX_BYTES, MAX_FRAMES, BadDump, Stacks, Wanted, parse_dump
 from stallscope.capture.syscalls import _by_number, syscall_name
-from stallscope.wire.frames import Kind
-
-FRAME = {"name": "step", "filename": "/j/train.py", "line": 7, "module": None, "locals": None}
 
 
 def run(program: str, **options: Any) -> subprocess.Popen[str]:
@@ -145,139 +140,3 @@ def test_only_numbers_of_an_environment() -> None:
     process.kill()
     process.wait()
     assert found == {"RANK": "3", "PMI_RANK": "1" * 64}
-
-
-def dump(*threads: dict[str, Any]) -> bytes:
-    """As py-spy prints it."""
-    return json.dumps(
-        [{"pid": 1, "thread_name": None, "os_thread_id": None, "frames": [], **t} for t in threads]
-    ).encode()
-
-
-def test_a_dump_is_read() -> None:
-    """Innermost first, as it comes; line 0 is one that py-spy could not read."""
-    unknown = {**FRAME, "line": 0, "filename": None, "name": "a\x1b[31m"}
-    (thread,) = parse_dump(dump({"os_thread_id": 9, "thread_name": "MainThread", "frames": [FRAME, unknown]}))
-    assert (thread.tid, thread.name) == (9, "MainThread")
-    assert thread.frames == [("/j/train.py", 7, "step", "python"), (None, None, "a\\x1b[31m", "python")]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"{}", b"[1]", b"[" * 100_000, b"\xff\xfe", b'[{"frames": 1}]', b'[{"frames": [1]}]', b'[{"frames": [{}]}]',
-        b'[{"frames": [{"name": 5}]}]', b"[" + b",".join([b'{"frames":[]}'] * 5000) + b"]",
-    ],
-    ids=lambda data: repr(data[:20]),
-)  # fmt: skip
-def test_a_hostile_dump_is_refused(data: bytes) -> None:
-    """Names in it are the target's."""
-    with pytest.raises(BadDump):
-        parse_dump(data)
-
-
-def test_a_large_dump_is_cut() -> None:
-    """Deep recursion, long names, impossible lines."""
-    odd = {**FRAME, "name": "n" * 9999, "line": 1 << 40}
-    (thread,) = parse_dump(dump({"os_thread_id": "x", "frames": [odd] * 1000}))
-    assert thread.tid is None
-    assert len(thread.frames) == MAX_FRAMES
-    assert thread.frames[0] == ("/j/train.py", None, "n" * 512, "python")
-
-
-class Taken:
-    """A Stacks with a py-spy of our own."""
-
-    def __init__(self, program: Path) -> None:
-        self.frames: list[dict[str, Any]] = []
-        self.now_ns = 0
-        self.stacks = Stacks(self._send, lambda: self.now_ns, program)
-
-    def _send(self, kind: Kind, body: dict[str, Any]) -> None:
-        assert kind == Kind.STACK
-        self.frames.append(body)
-
-    def run(self, wanted: Wanted, step_ns: int = 0) -> list[dict[str, Any]]:
-        """Until a frame has come."""
-        self.stacks.want(wanted)
-        end = time.monotonic() + 20
-        while not self.frames and time.monotonic() < end:
-            self.stacks.step()
-            self.now_ns += step_ns
-            time.sleep(0.005)
-        return self.frames
-
-
-def script(folder: Path, text: str) -> Path:
-    """A stand-in for py-spy."""
-    path = folder / "py-spy"
-    path.write_text("#!/bin/sh\n" + text)
-    path.chmod(0o755)
-    return path
-
-
-def test_a_stack_of_the_main_thread_and_of_the_caller(tmp_path: Path) -> None:
-    """By the thread's number in its own namespace, the main one by name; another that has no Python frames: nothing."""
-    (tmp_path / "out").write_bytes(
-        dump({"os_thread_id": 12, "frames": [FRAME]}, {"thread_name": "MainThread", "frames": [FRAME, FRAME]})
-    )
-    taken = Taken(script(tmp_path, f"cat {tmp_path}/out"))
-    frames = taken.run(Wanted(3, 4000, {4000: 1, 4012: 12, 4013: 13}))
-    assert [(f["proc"], f["tid"], len(f["frames"]), f["why"], f["by"]) for f in frames] == [
-        (3, 4000, 2, None, "py-spy"), (3, 4012, 1, None, "py-spy"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("echo 'Error: no Python' >&2; exit 1", "py-spy: Error: no Python"),
-        ("exit 3", "py-spy: ended with code 3"),
-        ("kill -9 $$", "py-spy: ended with code -9"),
-        ("echo []", "py-spy shows no frames of this thread"),
-        ("echo nonsense", "py-spy: no JSON"),
-        (f"head -c {3 * MAX_BYTES} /dev/zero", f"py-spy: more than {MAX_BYTES} bytes"),
-    ],
-)
-def test_why_there_is_no_stack(tmp_path: Path, text: str, why: str) -> None:
-    """Always one frame, with the reason."""
-    (frame,) = Taken(script(tmp_path, text)).run(Wanted(3, 4000, {4000: 4000}))
-    assert (frame["proc"], frame["tid"], frame["frames"]) == (3, 4000, [])
-    assert frame["why"].startswith(why)
-
-
-def test_a_py_spy_that_is_missing_or_hangs(tmp_path: Path) -> None:
-    """Killed after 2 s of our clock; the loop is never held."""
-    (frame,) = Taken(tmp_path / "none").run(Wanted(1, 1, {1: 1}))
-    assert frame["why"] == f"py-spy is not installed ({tmp_path / 'none'})"
-    taken = Taken(script(tmp_path, "exec sleep 60"))
-    start_s = time.monotonic()
-    (frame,) = taken.run(Wanted(1, 1, {1: 1}), step_ns=100_000_000)
-    assert frame["why"] == "py-spy took more than 2 s"
-    assert time.monotonic() - start_s < 10
-    taken.stacks.close()
-
-
-def test_py_spy_has_only_what_it_needs(tmp_path: Path) -> None:
-    """Of all capabilities two at most, and no way to more."""
-    out = tmp_path / "status"
-    taken = Taken(script(tmp_path, f"cat /proc/self/status > {out}; exit 1"))
-    out.touch()
-    out.chmod(0o666)
-    taken.run(Wanted(1, 1, {1: 1}))
-    fields = dict(line.split(":\t") for line in out.read_text().splitlines() if ":\t" in line)
-    allowed = 1 << 2 | 1 << 19
-    assert int(fields["CapPrm"], 16) & ~allowed == 0
-    assert int(fields["CapEff"], 16) & ~allowed == 0
-    assert fields["NoNewPrivs"] == "1"
-
-
-def test_the_real_py_spy() -> None:
-    """On a Python of our own, which is not stopped."""
-    process = run("import time\ndef culprit():\n    time.sleep(60)\nprint('ready')\nculprit()")
-    taken = Taken(Path(sys.prefix) / "bin/py-spy")
-    (frame,) = taken.run(Wanted(5, process.pid, {process.pid: process.pid}))
-    process.kill()
-    process.wait()
-    assert frame["why"] is None
-    assert frame["frames"][0] == ["<string>", 3, "culprit", "python"]

@@ -44,10 +44,15 @@ class Inferred(NamedTuple):
 
 
 class Flight:
-    """INFLIGHT and INFERRED frames: only the newest look counts."""
+    """INFLIGHT and INFERRED frames: only the newest look counts.
+
+    Attributes:
+        sites: (process, thread) -> number of the call site of its outermost call.
+    """
 
     def __init__(self, overflow: Overflow) -> None:
         self.threads: list[Thread] = []
+        self.sites: dict[tuple[int, int], int] = {}
         self.at_ns = 0
         self.final = False
         self.inferred: dict[tuple[int, int], Inferred] = {}
@@ -60,9 +65,10 @@ class Flight:
         if not isinstance(final, bool):
             raise BadField("final is no boolean")
         threads = [_thread(row) for row in items(body, "rows")]
+        sites = dict(_site(row) for row in items(body, "sites"))
         if self.final:
             return
-        self.at_ns, self.final, self.threads = at_ns, final, []
+        self.at_ns, self.final, self.threads, self.sites = at_ns, final, [], sites
         for thread in threads:
             if thread.calls and not self._overflow.full("threads in flight", len(self.threads)):
                 self.threads.append(thread)
@@ -106,6 +112,12 @@ def _thread(row: Any) -> Thread:
     if not all(type(x) is int and 0 <= x < 1 << 32 for x in row[:2]):
         raise BadField("rows holds a thread without numbers")
     return Thread(row[0], row[1], [_call(call) for call in row[2]])
+
+
+def _site(row: Any) -> tuple[tuple[int, int], int]:
+    if not isinstance(row, list) or len(row) != 3 or not all(type(x) is int for x in row):
+        raise BadField("sites holds no thread and site")
+    return (row[0], row[1]), row[2]
 
 
 def _call(row: Any) -> Call:

@@ -35,6 +35,10 @@ class _Place(NamedTuple):
     at: int | None
 
 
+class _HeldUp(Exception):
+    """The parser did not answer in time."""
+
+
 class Environs:
     """Finds the variable once for each program that a process runs.
 
@@ -50,7 +54,10 @@ class Environs:
         """NAME=value strings that the process has now; None where they can't be read."""
         place = self._places.get(proc)
         if place is None or place[:2] != (block.start, block.end):
-            place = self._places[proc] = self._find(parent, pid, block)
+            try:
+                place = self._places[proc] = self._find(parent, pid, block)
+            except _HeldUp:
+                return None  # the next look asks again
         return None if place.at is None else live_words(pid, place.at, block)
 
     def forget(self, proc: int) -> None:
@@ -74,7 +81,10 @@ class Environs:
         own = [m for m in mappings if m.inode == program][:1]
         libcs = [m for m in mappings if LIBC.fullmatch(m.path.rpartition("/")[2].removesuffix(" (deleted)"))]
         for mapping in [*own, *sorted(libcs, key=lambda m: -m.start)[:2]]:
-            found = address_in(self._variables.of(pid, mapping), mapping, NAMES)
+            objects = self._variables.of(pid, mapping)
+            if objects is None:
+                raise _HeldUp  # the next file's variable may be there and unused
+            found = address_in(objects, mapping, NAMES)
             if found is not None:
                 return found
         return None

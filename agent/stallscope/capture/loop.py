@@ -90,11 +90,12 @@ class Loop(ABC):
         self._shim_comms = CommReader(ShimComms(shims.comms_made, shims.comms), parser, outbox.send, samples=False)
         self._contexts = Contexts(parser, outbox.send, self._clock)
         self._start_places = StartPlaces(outbox.send, self._clock)
-        self._stacks = Stacks(outbox.send, self._clock)
+        self._stacks = Stacks(outbox.send, self._clock, parser)
         self._suspicion = Suspicion(self._open_tap, self._callers, outbox.send, self._clock, self._stacks)
         self._workers = Workers(outbox.send, self._clock, self._inside)
         self._next_tick_ns = self._next_slow_ns = 0
         self._told_flying = False
+        self._flying_sites: list[list[int]] = []
 
     def _begin_ticking(self) -> None:
         """The first tick; the next one is soon: who attaches to a block is answered soon."""
@@ -239,7 +240,8 @@ class Loop(ABC):
     def _send_inflight(self, now: int, *, final: bool) -> list[Any]:
         rows = self._flying(now, final=final)
         if rows or final or self._told_flying:
-            self.outbox.send(Kind.INFLIGHT, {"at_ns": now, "final": final, "rows": rows})
+            sites = {"sites": self._flying_sites} if self._flying_sites else {}
+            self.outbox.send(Kind.INFLIGHT, {"at_ns": now, "final": final, "rows": rows, **sites})
         self._told_flying = bool(rows)
         return rows
 

@@ -104,6 +104,13 @@ class CodeReader:
         self._learn([(frame, words) for frame in new if (words := self._words(frame)) is not None])
         return [self._places.get(frame) for frame in frames]
 
+    def sign(self, code: int) -> int:
+        """Signature of a code object that is known to live; 0 where there is none."""
+        try:
+            return self._signature(code, self._exactly(code + self._python.layout.code_block, TABLE_BYTES))
+        except _Gone:
+            return 0
+
     def _learn(self, read: list[tuple[PyFrame, CodeWords]]) -> None:
         if not read:
             return

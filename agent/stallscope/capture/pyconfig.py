@@ -18,10 +18,10 @@ from stallscope.capture.procfs import Mapping, executable_mappings
 from stallscope.capture.pylayout import LAYOUTS, Layout
 from stallscope.capture.variables import Variables, address_in
 
-__all__ = ["NotYet", "Python", "PythonFinder", "Unknown", "u64"]
+__all__ = ["NotYet", "Python", "PythonFinder", "Unknown", "thread_states", "u64"]
 
 NAMES = ("_PyRuntime", "Py_Version", "PyExc_EncodingWarning", "PyCode_Type", "PyBytes_Type", "PyUnicode_Type")
-_LIBRARY = re.compile(r"libpython3[^/]*\.so[0-9.]*(?: \(deleted\))?")
+_NAMED = re.compile(r"(?:libpython3[^/]*\.so[0-9.]*|python[0-9.]*)(?: \(deleted\))?")
 _NAMED_39 = re.compile(r"(?:lib)?python3\.9(?![0-9])")
 MAX_FILES = 8
 # glibc, struct pthread: specific_1stblock, pairs of words of which the second is the value (x86-64, 2.31 to 2.43).
@@ -40,7 +40,7 @@ class Unknown(NamedTuple):
 
 
 class NotYet(NamedTuple):
-    """It has not begun to run Python code."""
+    """It has not begun to run Python code, or the parser was held up: ask again."""
 
 
 class Python(NamedTuple):
@@ -68,6 +68,10 @@ class _Bad(Exception):
     """Why it is Unknown."""
 
 
+class _HeldUp(Exception):
+    """The parser did not answer in time."""
+
+
 def u64(pid: int, address: int) -> int:
     """A word of the target's memory; 0 where there is none."""
     data = read_up(pid, address, 8)
@@ -82,9 +86,12 @@ class PythonFinder:
 
     def find(self, pid: int) -> Python | Unknown | NotYet | None:
         """The interpreter of a process; None where no file of it is one."""
-        found = self._files(pid)
+        try:
+            named, found = self._files(pid)
+        except _HeldUp:
+            return NotYet()
         if not found:
-            return None
+            return Unknown("the interpreter's file does not name its variables") if named else None
         running = [(f, at) for f in found if (at := f.at("_PyRuntime"))]
         try:
             if platform.machine() != "x86_64":
@@ -96,18 +103,29 @@ class PythonFinder:
         except _Bad as why:
             return Unknown(str(why))
 
-    def _files(self, pid: int) -> list[_File]:
-        """Those that define a runtime: the program, and libraries that bear Python's name."""
+    def _files(self, pid: int) -> tuple[bool, list[_File]]:
+        """(whether one bears Python's name, those that define a runtime): of the program and libraries so called.
+
+        Raises:
+            _HeldUp: the parser did not answer.
+        """
         try:
             mappings, program = executable_mappings(pid), os.stat(f"/proc/{pid}/exe").st_ino
         except OSError:
-            return []
+            return False, []
         wanted: dict[tuple[tuple[int, int], int], Mapping] = {}
+        has_name = False
         for m in mappings:
-            if m.inode == program or _LIBRARY.fullmatch(m.path.rpartition("/")[2]):
+            is_named = bool(_NAMED.fullmatch(m.path.rpartition("/")[2]))
+            if m.inode == program or is_named:
                 wanted.setdefault((m.device, m.inode), m)
-        files = [_File(m, self._variables.of(pid, m)) for m in list(wanted.values())[:MAX_FILES]]
-        return [file for file in files if "_PyRuntime" in file.objects.vaddrs]
+            has_name |= is_named
+        files = []
+        for m in list(wanted.values())[:MAX_FILES]:
+            if (objects := self._variables.of(pid, m)) is None:
+                raise _HeldUp
+            files.append(_File(m, objects))
+        return has_name, [file for file in files if "_PyRuntime" in file.objects.vaddrs]
 
 
 def _minor(pid: int, file: _File) -> int:
@@ -144,7 +162,7 @@ def _configured(pid: int, file: _File, runtime: int, minor: int) -> Python | Not
     types = [file.at(name) for name in NAMES[3:]]
     if None in types:
         raise _Bad("the file does not tell where its types are")
-    states = _thread_states(pid, _first_interpreter(pid, runtime, minor), layout)
+    states = _thread_states(pid, runtime, layout)
     if not states:
         return NotYet()
     tss_at = _tss_offset(pid, states, int.from_bytes(read_up(pid, runtime + layout.key, 4), "little"))
@@ -163,9 +181,13 @@ def _check_debug_offsets(data: bytes, minor: int, layout: Layout) -> None:
         raise _Bad(f"its CPython 3.{minor} is laid out in an unknown way")
 
 
-def _thread_states(pid: int, interpreter: int, layout: Layout) -> list[tuple[int, int]]:
-    """(address, pthread_self()) of each thread state, the newest thread first."""
-    state = u64(pid, interpreter + layout.threads)
+def thread_states(pid: int, python: Python) -> list[tuple[int, int]]:
+    """(address, pthread_self()) of each thread state of the first interpreter, the newest thread first."""
+    return _thread_states(pid, python.runtime, python.layout)
+
+
+def _thread_states(pid: int, runtime: int, layout: Layout) -> list[tuple[int, int]]:
+    state = u64(pid, u64(pid, runtime + layout.interpreters) + layout.threads)
     found: list[tuple[int, int]] = []
     while state and len(found) < MAX_THREADS:
         found.append((state, u64(pid, state + layout.thread_id)))

@@ -29,6 +29,7 @@ class Layout(NamedTuple):
         code_block: of a code object: eleven words that never change, the line table's address last.
         table_bytes: how much of the line table goes into the signature; from 3.12 on code objects are numbered.
         first_line, file, name: of a code object; name is the qualified one where there is one.
+        native_id: of a thread state: its tid; None before there is one.
         text: of a str in ASCII: its characters; `wide_text` of a compact one with others.
     """
 
@@ -52,6 +53,7 @@ class Layout(NamedTuple):
     name: int
     text: int
     wide_text: int
+    native_id: int | None
     unit: int = 1
     next_thread: int = 8
 
@@ -63,10 +65,14 @@ class Layout(NamedTuple):
 
 # Before 3.11 frames have no owner: byte 127 of what is read is always 0.
 LAYOUTS = {
-    9: Layout(32, 588, 8, 176, 24, NO_CFRAME, 112, 24, 32, 104, 127, 255, 0, 40, TABLE_BYTES, 40, 104, 112, 48, 72),
-    10: Layout(32, 588, 8, 176, 24, NO_CFRAME, 112, 24, 32, 96, 127, 255, 0, 40, TABLE_BYTES, 40, 104, 112, 48, 72, 2),
-    11: Layout(40, 596, 16, 152, 56, 8, 72, 48, 32, 56, 69, 3, 184, 56, TABLE_BYTES, 72, 112, 128, 48, 72),
-    12: Layout(40, 1548, 72, 136, 56, 0, 72, 8, 0, 56, 70, 3, 192, 56, 0, 68, 112, 128, 40, 56),
-    13: Layout(632, 2164, 7344, 152, 72, NO_CFRAME, 72, 8, 0, 56, 70, 3, 200, 56, 0, 68, 112, 128, 40, 56),
-    14: Layout(808, 2340, 7344, 152, 72, NO_CFRAME, 80, 8, 0, 56, 74, 3, 208, 56, 0, 68, 112, 128, 40, 56),
+    9: Layout(
+        32, 588, 8, 176, 24, NO_CFRAME, 112, 24, 32, 104, 127, 255, 0, 40, TABLE_BYTES, 40, 104, 112, 48, 72, None
+    ),
+    10: Layout(
+        32, 588, 8, 176, 24, NO_CFRAME, 112, 24, 32, 96, 127, 255, 0, 40, TABLE_BYTES, 40, 104, 112, 48, 72, None, 2
+    ),
+    11: Layout(40, 596, 16, 152, 56, 8, 72, 48, 32, 56, 69, 3, 184, 56, TABLE_BYTES, 72, 112, 128, 48, 72, 160),
+    12: Layout(40, 1548, 72, 136, 56, 0, 72, 8, 0, 56, 70, 3, 192, 56, 0, 68, 112, 128, 40, 56, 144),
+    13: Layout(632, 2164, 7344, 152, 72, NO_CFRAME, 72, 8, 0, 56, 70, 3, 200, 56, 0, 68, 112, 128, 40, 56, 160),
+    14: Layout(808, 2340, 7344, 152, 72, NO_CFRAME, 80, 8, 0, 56, 74, 3, 208, 56, 0, 68, 112, 128, 40, 56, 160),
 }

@@ -136,7 +136,7 @@ class Ring(_View):
 
 
 class Frame(NamedTuple):
-    """One call in flight; `a` = arguments 0..5 and two stack words."""
+    """One call in flight; `a` = arguments 0..5 and two stack words; `site` = row of its call site + 1, 0 = none."""
 
     hook: int
     ts_ns: int
@@ -145,6 +145,7 @@ class Frame(NamedTuple):
     a: tuple[int, ...]
     cookie: int
     sp: int
+    site: int = 0
 
 
 class InflightRow(NamedTuple):
@@ -167,8 +168,8 @@ class Thread(NamedTuple):
 
 
 def _frame(row: bytes, index: int) -> Frame:
-    ts_ns, sp, cookie, n, flags, _pick, _reserved, *a = _FRAME.unpack_from(row, _ROW_HEAD.size + index * _FRAME.size)
-    return Frame(cookie & 0xFFF, ts_ns, n, flags, tuple(a), cookie, sp)
+    ts_ns, sp, cookie, n, flags, _pick, site, *a = _FRAME.unpack_from(row, _ROW_HEAD.size + index * _FRAME.size)
+    return Frame(cookie & 0xFFF, ts_ns, n, flags, tuple(a), cookie, sp, site)
 
 
 def _inflight_row(row: bytes) -> InflightRow:

@@ -253,7 +253,8 @@ class Session(Loop):
 
     def _flying(self, now: int, *, final: bool) -> list[Any]:
         least = 0 if final else INFLIGHT_MIN_NS
-        rows = self.tables.inflight(least, now, self.population.proc_of_slot)
+        rows, sites = self.tables.inflight(least, now, self.population.proc_of_slot)
+        self._flying_sites = self._sites.numbers(sites)
         return rows + self.shims.inflight(least, now, as_counted=final)
 
     def _let_go(self) -> None:

@@ -33,8 +33,7 @@ class ShimSession(Loop):
         handover: HandOver | None = None, *, duration_s: float | None = None, follow: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(outbox, shims, parser, costs, duration_s)
-        own = lambda: helpers() | self._stacks.pids()  # noqa: E731
-        self.population: Kin = Kin(shims, outbox.send, self._clock, own, follow=follow)
+        self.population: Kin = Kin(shims, outbox.send, self._clock, helpers, follow=follow)
         self._watch_images()
         self._handover = handover
         self._is_command = False

@@ -173,6 +173,10 @@ class Sites:
         """Numbers that changed since they were last sent."""
         self._send_times(self._rows)
 
+    def numbers(self, rows: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+        """[proc, tid, id] of those (proc, tid, row) whose site has been told."""
+        return [[proc, tid, self._rows[row].number] for proc, tid, row in rows if row in self._rows]
+
     def _send_times(self, rows: dict[int, _Row]) -> None:
         changed: dict[int, list[list[Any]]] = {}
         for row, known in rows.items():

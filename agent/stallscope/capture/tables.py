@@ -133,9 +133,12 @@ class Tables:
         """Whether both rings have been drained that far."""
         return self.vital.consumed_bytes >= positions[0] and self.bulk.consumed_bytes >= positions[1]
 
-    def inflight(self, min_age_ns: int, now_ns: int, proc_of_slot: Callable[[int], int | None]) -> list[Any]:
-        """Calls that have not returned and are at least so old, as INFLIGHT frames want them."""
-        out = []
+    def inflight(
+        self, min_age_ns: int, now_ns: int, proc_of_slot: Callable[[int], int | None]
+    ) -> tuple[list[Any], list[tuple[int, int, int]]]:
+        """Calls that have not returned and are at least so old, as INFLIGHT frames want them; and of the outermost ones
+        (proc, tid, row of the call site)."""
+        out, sites = [], []
         for row in self.rows.inflight():
             proc = proc_of_slot(row.slot)
             left = self._left(row, now_ns)
@@ -145,7 +148,9 @@ class Tables:
             ]
             if proc is not None and frames and now_ns - frames[0][1] >= min_age_ns:
                 out.append([proc, row.tid, frames])
-        return out
+                if row.frames[0].site:
+                    sites.append((proc, row.tid, row.frames[0].site - 1))
+        return out, sites
 
     def _left(self, row: InflightRow, now_ns: int) -> list[bool]:
         """Of each frame whether the thread has left it without a return (longjmp): it stays in the table then.

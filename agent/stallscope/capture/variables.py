@@ -30,8 +30,9 @@ class Variables:
         self._files: dict[tuple[int, ...], Objects] = {}
         self._failures: Counter[tuple[int, ...]] = Counter()
 
-    def of(self, pid: int, mapping: Mapping) -> Objects:
-        """What the mapped file defines; a file that can't be read defines nothing."""
+    def of(self, pid: int, mapping: Mapping) -> Objects | None:
+        """What the mapped file defines; a file that can't be read defines nothing. None: the parser was held up, ask
+        again."""
         try:
             fd = open_mapping(pid, mapping)
         except OSError:
@@ -44,7 +45,7 @@ class Variables:
                     self._files.clear()
                     self._failures.clear()
                 self._ask(fd, key)
-            return self._files.get(key, NOTHING)
+            return self._files.get(key)
         finally:
             os.close(fd)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Parser", "entry", "main"]
 
-COMMANDS = ("attach", "run", "report", "doctor", "demo")
-RESERVED = ("daemon", "sidecar", "ctl", "export", "top", "hub")
+COMMANDS = ("attach", "run", "report", "export", "doctor", "demo")
+RESERVED = ("daemon", "sidecar", "ctl", "top", "hub")
 INTERRUPTED = 130
 
 

@@ -37,9 +37,16 @@ def _seen(state: State, process: Process, thread: Thread) -> Row:
         "comm_uid": comm.uid if comm else None,
         "rank": member.rank if member else None,
         "seq": call.n if numbered else None,
-        "stack": None,
+        "stack": _stack(state, thread),
         "inner": [state.hooks.get(inner.hook).name for inner in thread.calls[1:]],
     }
+
+
+def _stack(state: State, thread: Thread) -> list[Row] | None:
+    """Python frames of the wait, innermost first."""
+    site = state.sites.table.get(state.flight.sites.get((thread.proc, thread.tid), 0))
+    matches = site is not None and (site.proc, site.hook) == (thread.proc, thread.calls[0].hook)
+    return (site.frames if site and matches else None) or None
 
 
 def _communicator(

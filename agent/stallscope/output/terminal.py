@@ -22,7 +22,7 @@ from stallscope.output.terminal_ends import ends_section
 from stallscope.output.terminal_incidents import blocks, episodes, executed, no_blocks
 from stallscope.output.terminal_tree import tree
 from stallscope.output.terminal_workers import workers_section
-from stallscope.output.waits import Whose, is_accident, lines, waits, walls_of
+from stallscope.output.waits import Whose, is_accident, line_of, lines, own_frame, waits, walls_of
 from stallscope.output.words import at_least, count, cut, duration, least
 
 __all__ = ["PLAIN_WIDTH", "render", "report_text"]
@@ -72,7 +72,7 @@ def _flight(report: Row, page: Console) -> None:
         _nobody(report, page)
         return
     whose = Whose(report, rows[:FLIGHT])
-    columns = [*whose.columns, "tid", "FUNCTION", "for", "COMMUNICATOR"]
+    columns = [*whose.columns, "tid", "FUNCTION", "for", "WHERE"]
     table(page, "waiting now (inside a call at the end)", columns, rows, FLIGHT, lambda r: [
         *whose.cells(r),
         str(r["tid"]),
@@ -94,6 +94,8 @@ def _nobody(report: Row, page: Console) -> None:
 def _place(row: Row) -> str:
     if row["inferred"]:
         return "(since before the attach)"
+    if row["stack"] and row["comm"] is None:
+        return cut(line_of(own_frame(row["stack"])), 32)
     parts = [row["comm_uid"] or row["comm"] or ""]
     parts += [f"rank {row['rank']}"] if row["rank"] is not None else []
     parts += [f"#{row['seq']}"] if row["seq"] is not None else []

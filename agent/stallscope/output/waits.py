@@ -5,11 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from stallscope.diagnose.callsites import not_own
 from stallscope.output.rows import Row, bound
 from stallscope.output.tables import table
 from stallscope.output.words import at_least, count, cut, duration, least, share
 
-__all__ = ["Whose", "is_accident", "lines", "waits", "walls_of"]
+__all__ = ["Whose", "is_accident", "line_of", "lines", "own_frame", "waits", "walls_of"]
 
 WAITS, LINES = 12, 10
 SMALL_PERCENT = 0.5
@@ -134,7 +135,7 @@ def lines(report: Row, page: Console) -> None:
     for stall in report["stalls"]:
         frame = stall["user_site"] or stall["site"]
         if frame and frame["file"]:
-            known.setdefault((_line(frame), stall["api"]), []).append(stall)
+            known.setdefault((line_of(frame), stall["api"]), []).append(stall)
         else:
             unknown.append(stall)
     if not known:
@@ -162,9 +163,14 @@ def _tell_unknown(unknown: list[Row], page: Console) -> None:
         page.print(Text(f"and {count(calls)} waits ({duration(total_ns)}) from unknown lines{told}", style="dim"))
 
 
-def _line(frame: Row) -> str:
+def own_frame(stack: list[Row]) -> Row:
+    """The innermost frame in a file of the user's own, else the innermost one."""
+    return next((frame for frame in stack if not not_own(frame["file"])), stack[0])
+
+
+def line_of(frame: Row) -> str:
     """ "loop/train.py:42 step": the end of the path tells more than its beginning."""
-    place = "/".join(frame["file"].split("/")[-2:])
+    place = "/".join((frame["file"] or "?").split("/")[-2:])
     return f"{place[-24:]}:{frame['line'] or '?'} {frame['function']}"
 
 

@@ -40,7 +40,8 @@ SLOT       slot, proc, at_ns: from now on records with this slot belong to this 
 COUNTS     proc, at_ns, hooks [id..], counts: `wire_count` back to back, times [time id..], timed: `wire_time` back
            to back. Cumulative; only rows that changed.
 INFLIGHT   at_ns, final, rows [[proc, tid, [[hook, ts_ns, n, flags, [a0..a7]]..]]..]: outermost call first. The final
-           one, after the links are gone, names the calls that will never be recorded.
+           one, after the links are gone, names the calls that will never be recorded. sites [[proc, tid, id]..]: call
+           sites of the outermost ones, where they are known
 INFERRED   proc, tid, hook, since_ns, at_ns, ended nil or reason: a call that began before the link
 GAP        source, proc or nil, count or nil, from_ns, to_ns, reason
 LOST       at_ns, places {name: n}: cumulative
