@@ -91,7 +91,7 @@ def test_workers_that_end_in_order_are_no_incident(needs_bpf: None) -> None:
             tracer.attached()
             program.say()
             program.wait_for("{")
-            time.sleep(3.5)
+            time.sleep(3)
             tracer.stop()
             report = tracer.report()
     assert report["incidents"] == []

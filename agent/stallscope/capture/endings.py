@@ -41,7 +41,7 @@ class Endings:
 
     def clear(self, slot: int) -> None:
         """Before the slot is another process's."""
-        if any(self.row(slot)):
+        if _says_something(self.row(slot)):
             self._map[slot * self._size : (slot + 1) * self._size] = bytes(self._size)
 
     def close(self) -> None:
@@ -49,8 +49,14 @@ class Endings:
         self._map.close()
 
 
+def _says_something(row: bytes) -> bool:
+    return bool(row.strip(b"\0"))
+
+
 def sent_of(row: bytes, died_of: int | None) -> Sent | None:
     """The signal that the process died of, or else the newest that asked it to end."""
+    if not _says_something(row):  # most processes; thousands may end in a second
+        return None
     sent = [_sent(number, row) for number in range(1, lib.WIRE_SIGNALS)]
     known = [one for one in sent if one is not None and one.signal in ((died_of,) if died_of else _ASKS)]
     return max(known, key=lambda one: one.at_ns, default=None)
