@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from stallscope.capture.exits import has_ended
 from stallscope.capture.libmatch import is_shim, match
 from stallscope.capture.mapped import has_breakpoint, open_mapping
 from stallscope.capture.parser_client import ParserClient, ParserFailed
@@ -35,7 +36,8 @@ class Linker:
         returns: which processes get no return probes.
 
     Attributes:
-        before_link: sends the counters as they are, so that a reader can tell calls before a link from those after it.
+        before_link: sends the counters as they are, so that a reader can tell the runtime's calls before the driver's
+            link from those after it.
         on_preloaded: called when a process turns out to have the shim loaded; nothing is linked in it.
     """
 
@@ -167,6 +169,8 @@ class Linker:
         except (ProcessLookupError, TargetProblem):
             return False  # it has ended
         except (OSError, StallscopeError, ParserFailed) as error:
+            if target.pidfd >= 0 and has_ended(target.pidfd):
+                return False
             target.refused.add(key)
             self.note(target, f"{clean(mapping.path)} is not linked: {error}")
             if library is not None:
@@ -284,7 +288,9 @@ class Linker:
         if linked.shared and appeared_ns is not None:
             # The unfiltered links may have come after the library.
             now = max(appeared_ns, min(now, linked.shared_since_ns))
-        if self.before_link is not None:
+        # Asked for with a driver only; 0.1 ms of work, so not where unfiltered links were there before the process.
+        was_there = linked.shared and appeared_ns is not None and linked.shared_since_ns <= appeared_ns
+        if self.before_link is not None and linked.library == "CUDA" and not was_there:
             self.before_link(target, now)
         self._send(
             Kind.LINK,
