@@ -109,6 +109,9 @@ class Attach:
                 ) from error
             raise
         code = aggregator.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # The interpreter's end gives handled signals their default back: a late Ctrl-C would hide the exit code.
+            signal.signal(number, signal.SIG_IGN)
         if problem is not None:
             raise problem
         return code if code in (ExitCode.OK, ExitCode.NOTHING_CAPTURED) else ExitCode.FAILED
