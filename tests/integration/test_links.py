@@ -203,12 +203,16 @@ def test_both_backends_load_the_same(loaded: Loaded) -> None:
         "on_signal",
         "on_oom",
         "on_exiting",
+        "python_fork",
+        "python_exec",
     }
     assert set(loaded.maps) == {
-        "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life", "spans", "endings"
+        "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life", "spans",
+        "endings", "pythons", "site_keys", "sites", "walks",
     }  # fmt: skip
     watched = {f"on_{x}": f"sched_process_{x}" for x in ("fork", "exec", "exit")}
     watched |= {"who_am_i": "sys_enter", "on_signal": "signal_generate", "on_oom": "mark_victim"}
+    watched |= {f"python_{x}": f"sched_process_{x}" for x in ("fork", "exec")}
     assert loaded.tracepoints == watched
     assert all(not os.get_inheritable(fd) for fd in (*loaded.programs.values(), *loaded.maps.values()))
     links = [RawTracepoint.attach(loaded.programs[p], t) for p, t in loaded.tracepoints.items()]

@@ -11,6 +11,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from stallscope.errors import CaptureProblem
 __all__ = ["UPROBE_MULTI", "BpfObject", "MapSpec", "ProgramSpec", "load_object", "load_program", "read_object"]
 
 _MAP_CREATE, _PROG_LOAD = 0, 5
+_TRIES = 5
 _KPROBE, _RAW_TRACEPOINT = 2, 17
 UPROBE_MULTI = 48
 _R_BPF_64_64 = 1
@@ -270,6 +272,9 @@ def load_program(name: str, code: bytes, kind: int, attach_type: int, license_te
 
     def load(log_level: int, log_bytes: int, log_at: int) -> int:
         tail = struct.pack("<IIQII16sII64x", log_level, log_bytes, log_at, 0, 0, _kernel_name(name), 0, attach_type)
+        for _ in range(_TRIES - 1):
+            with suppress(BlockingIOError):  # EAGAIN: a signal came while the verifier was at work
+                return bpf(_PROG_LOAD, head + tail)
         return bpf(_PROG_LOAD, head + tail)
 
     # A second try for the log: asked for at once it slows each load down.
