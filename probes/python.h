@@ -101,10 +101,10 @@ INL u64 walk_frames(struct wire_python *p, struct wire_walk *walk, u64 hash) {
 
 /* Row + 1 of a key; 0 when no row is free. *is_new: the caller has to fill it. */
 INL u32 site_row(u64 key, int *is_new) {
-  u32 first = (u32)(key >> (64 - WIRE_SITE_BITS)), spare = 0;
+  u32 first = (u32)(key >> (64 - WIRE_SITE_BITS)), step = (u32)key | 1, spare = 0;
 #pragma unroll
   for (int j = 0; j < WIRE_SITE_PROBES; j++) {
-    u32 i = (first + j) & (WIRE_SITES - 1);
+    u32 i = (first + j * step) & (WIRE_SITES - 1);
     u64 *k = site_keys.lookup(&i);
     if (!k) return 0;
     if (*k == key) return i + 1;
