@@ -30,8 +30,8 @@
 #define WIRE_COMM_BYTES 16 /* a task's name in the kernel */
 #define WIRE_SITES 4096    /* call sites at once: stacks by process and hook */
 #define WIRE_SITE_BITS 12
-#define WIRE_SITE_PROBES 8 /* open addressing: rows looked at for one site */
-#define WIRE_WALKS 128     /* stacks that are put together at once */
+#define WIRE_SITE_PROBES 16 /* double hashing: rows looked at for one site */
+#define WIRE_WALKS 128      /* stacks that are put together at once */
 #define WIRE_WALK_PROBES 4
 #define WIRE_PY_FRAMES 36     /* slots of a stack: 32 frames, and those that CPython 3.12 puts between */
 #define WIRE_PY_CODE_WORDS 11 /* words of a code object, and of its line table, that a signature is made of */

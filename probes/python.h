@@ -59,9 +59,9 @@ INL u32 signature(struct wire_python *p, u64 code, u64 *w) {
   MIX(x, w[0]);
 #pragma unroll
   for (u32 j = 2; j < WIRE_PY_CODE_WORDS; j++) {
-    u64 is_its_own = 8 * (j - 1) - 1 - w[0];
-    asm volatile("%0 s>>= 63" : "+r"(is_its_own)); /* the compiler would make a branch of it */
-    MIX(x, w[0] ^ ((w[j] ^ w[0]) & is_its_own));
+    u64 left = w[0] - 8 * (j - 2), whole = 7 - left, some = 0 - left;
+    asm volatile("%0 s>>= 63\n\t%1 s>>= 63" : "+r"(whole), "+r"(some)); /* the compiler would make branches of it */
+    MIX(x, w[j] & some & (whole | ~(~0ull << (left << 3 & 63))));
     IN_TURN(x);
   }
   return x;
@@ -101,10 +101,10 @@ INL u64 walk_frames(struct wire_python *p, struct wire_walk *walk, u64 hash) {
 
 /* Row + 1 of a key; 0 when no row is free. *is_new: the caller has to fill it. */
 INL u32 site_row(u64 key, int *is_new) {
-  u32 first = (u32)(key >> (64 - WIRE_SITE_BITS)), spare = 0;
+  u32 first = (u32)(key >> (64 - WIRE_SITE_BITS)), step = (u32)key | 1, spare = 0;
 #pragma unroll
   for (int j = 0; j < WIRE_SITE_PROBES; j++) {
-    u32 i = (first + j) & (WIRE_SITES - 1);
+    u32 i = (first + j * step) & (WIRE_SITES - 1);
     u64 *k = site_keys.lookup(&i);
     if (!k) return 0;
     if (*k == key) return i + 1;

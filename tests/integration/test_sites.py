@@ -91,7 +91,7 @@ def test_the_callers_too_and_on_the_screen(python: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("python", KNOWN)
 def test_code_that_is_gone_is_unknown_and_never_another_line(python: str) -> None:
     """Each piece waits once and is freed; the next one often takes its place, with another line."""
-    truth, report = run(python, 1, 100, 400 if not EVERY else 3000)
+    truth, report = run(python, 1, 100, 400 if not EVERY else 1500)
     found = sites(report)
     assert all(count <= truth["sites"].get(place, 0) for place, count in found.items())
     unknown = [s for s in report["stalls"] if s["site"] is None]

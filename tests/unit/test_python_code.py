@@ -127,6 +127,18 @@ def test_names_and_lines(parser: ParserClient, python: Python) -> None:
     assert reader.places(frames) == want == reader.places(frames)
 
 
+def test_every_byte_of_a_short_table_counts() -> None:
+    """And none behind it: that is somebody else's."""
+    block = bytes(88)
+    for size in (1, 7, 8, 9, 10, 31, 64, 71, 72, 500):
+        table = size.to_bytes(8, "little") + bytes(80)
+        plain = signature(4096, block, table)
+        for at in range(72):
+            changed = table[: 16 + at] + b"\x01" + table[17 + at :]
+            assert (signature(4096, block, changed) != plain) == (at < size), (size, at)
+        assert signature(4096, block, table[:8] + b"\xff" * 8 + table[16:]) == plain  # the cached hash
+
+
 @known_python
 def test_another_signature_is_another_code(parser: ParserClient, python: Python) -> None:
     frame = seen(named.__code__, python, 0)

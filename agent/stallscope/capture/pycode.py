@@ -74,7 +74,7 @@ def signature(code: int, block: bytes, table: bytes) -> int:
     size = words[0]
     value = _mix(value, size)
     for j in range(2, 11):
-        value = _mix(value, words[j] if _is_inside(size, j) else size)
+        value = _mix(value, words[j] & _inside(size - 8 * (j - 2) & MASK))
     return value & 0xFFFFFFFF
 
 
@@ -83,9 +83,11 @@ def _mix(value: int, word: int) -> int:
     return value ^ value >> 29
 
 
-def _is_inside(size: int, j: int) -> bool:
-    """Whether word j of the table lies inside it: computed as BPF does, which can't branch."""
-    return (8 * (j - 1) - 1 - size) >> 63 & 1 == 1
+def _inside(left: int) -> int:
+    """Mask of a word's bytes that lie inside a table of which so many are left; as BPF has it, which can't branch."""
+    whole = MASK if (7 - left) >> 63 & 1 else 0
+    some = MASK if -left >> 63 & 1 else 0
+    return some & (whole | ~(MASK << (left << 3 & 63)) & MASK)
 
 
 class CodeReader:

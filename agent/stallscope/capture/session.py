@@ -141,7 +141,7 @@ class Session(Loop):
         self.shims.calibrate()
         self.population.adopt(self.settings.pids, self.settings.more)
         self._carriers.rush(self.population.live())
-        self._sites.look(self.population.live())
+        self._sites.rush(self.population.live())
         for target in self.population.live():
             self._inference.search(target)
         self.look()  # what came while the stacks were searched

@@ -29,6 +29,7 @@ NOT_RUNNING = "its Python has not begun to run"
 CODE_GONE = "its code object was gone, or could not be read"
 RETRY_NS, RETRIES = 250_000_000, 240
 LOOKED_AT_ONCE = 4  # processes to configure in one look of the loop
+RUSH_NS, BUDGET_NS = 300_000_000, 20_000_000
 MAX_SENT = 512  # rows of one frame
 Send = Callable[[Kind, dict[str, Any]], None]
 
@@ -72,6 +73,7 @@ class Sites:
         self._finder = PythonFinder(parser)
         self._images: dict[int, _Image] = {}
         self._rows: dict[int, _Row] = {}
+        self._rows_of: dict[int, list[int]] = {}
         self._next_number = self._next_image = 1
         self._seen = 0
 
@@ -80,19 +82,27 @@ class Sites:
         if not self._works:
             return
         now = self._clock()
-        new = [target for target in targets if target.linked and not target.preloaded and self._is_due(target, now)]
-        for target in new[:LOOKED_AT_ONCE]:
+        for target in [target for target in targets if self._is_due(target, now)][:LOOKED_AT_ONCE]:
             self._configure(target, now)
         taken = self._table.taken()
         if taken != self._seen and self._tell_new(now):
             self._seen = taken
         live = {target.proc for target in targets}
-        if ended := {row.proc for row in self._rows.values()} - live:
-            self._bury(ended)
+        for proc in self._rows_of.keys() - live:
+            self._bury(self._rows_of.pop(proc))
         if len(self._images) > len(live):
             self._images = {proc: image for proc, image in self._images.items() if proc in live}
 
+    def rush(self, targets: Sequence[Target]) -> None:
+        """Configure all that can be in a short time: what they wait for from now on has its line."""
+        now = self._clock()
+        for target in targets:
+            if self._is_due(target, now) and self._clock() - now < RUSH_NS:
+                self._configure(target, now)
+
     def _is_due(self, target: Target, now: int) -> bool:
+        if not target.linked or target.preloaded or not self._works:
+            return False
         image = self._images.get(target.proc)
         if image is None or image.facts is not target.facts:
             image = self._images[target.proc] = _Image(target.facts)
@@ -118,11 +128,13 @@ class Sites:
             self._send(Kind.NOTE, {"at_ns": now, "proc": target.proc, "text": f"no Python call sites: {why}"})
 
     def _tell_new(self, now: int) -> bool:
-        """Whether all rows could be told; one may just be being written."""
+        """Whether all rows were told; one may just be being written, or there are many."""
         all_read = True
         for row in self._table.used():
             if row in self._rows:
                 continue
+            if self._clock() - now > BUDGET_NS:
+                return False  # the rings must be drained
             site = self._table.site(row)
             if site is None or self._is_early(site):
                 all_read = False
@@ -142,6 +154,7 @@ class Sites:
             return
         frames, why = self._resolved(site, proc)
         self._rows[site.row] = _Row(self._next_number, proc)
+        self._rows_of.setdefault(proc, []).append(site.row)
         self._send(
             Kind.SITE,
             {"at_ns": now, "proc": proc, "id": self._next_number, "hook": site.hook, "tid": site.tid, "frames": frames,
@@ -161,11 +174,10 @@ class Sites:
         frames = [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]
         return frames, None if places[0] else CODE_GONE
 
-    def _bury(self, ended: set[int]) -> None:
-        """The last numbers of processes that have ended; their rows are free then."""
-        gone = {row: known for row, known in self._rows.items() if known.proc in ended}
-        self._send_times(gone)
-        for row in gone:
+    def _bury(self, rows: list[int]) -> None:
+        """The last numbers of a process that has ended; its rows are free then."""
+        self._send_times({row: self._rows[row] for row in rows})
+        for row in rows:
             del self._rows[row]
             self._table.free(row)
 
