@@ -200,9 +200,12 @@ def test_both_backends_load_the_same(loaded: Loaded) -> None:
         "who_am_i",
         "on_exec",
         "on_exit",
+        "python_fork",
+        "python_exec",
     }
     assert set(loaded.maps) == {
-        "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life", "spans"
+        "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life", "spans",
+        "pythons", "site_keys", "sites", "walks",
     }  # fmt: skip
     watched = {f"on_{x}": f"sched_process_{x}" for x in ("fork", "exec", "exit")}
     assert loaded.tracepoints == watched | {"who_am_i": "sys_enter"}
