@@ -208,6 +208,7 @@ def test_both_backends_load_the_same(loaded: Loaded) -> None:
         "pythons", "site_keys", "sites", "walks",
     }  # fmt: skip
     watched = {f"on_{x}": f"sched_process_{x}" for x in ("fork", "exec", "exit")}
+    watched |= {f"python_{x}": f"sched_process_{x}" for x in ("fork", "exec")}
     assert loaded.tracepoints == watched | {"who_am_i": "sys_enter"}
     assert all(not os.get_inheritable(fd) for fd in (*loaded.programs.values(), *loaded.maps.values()))
     links = [RawTracepoint.attach(loaded.programs[p], t) for p, t in loaded.tracepoints.items()]
