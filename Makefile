@@ -75,9 +75,9 @@ demo: build ## a simulated job of 8 ranks that one of them blocks, traced
 test: build lint ## all tests that a machine without a GPU can run
 	@# Tests without privileges keep one core busy, the others mostly wait: side by side they take 20 minutes, not 30.
 	$(Q){ code=0; nice -n 19 $(PY) -m pytest tests/unit tests/sim tests/model tests/fuzz || code=1; \
-	  $(PY) -m pytest tests/shim tests/culprit || code=1; exit $$code; } >$(BUILD)/test-unit.log 2>&1 & first=$$!; code=0; \
+	  $(PY) -m pytest -m "not quiet" tests/shim tests/culprit || code=1; exit $$code; } >$(BUILD)/test-unit.log 2>&1 & first=$$!; code=0; \
 	$(PY) -m pytest tests/integration || code=1; \
-	wait $$first || code=1; cat $(BUILD)/test-unit.log; exit $$code
+	wait $$first || code=1; cat $(BUILD)/test-unit.log; $(PY) -m pytest -m quiet tests/culprit || code=1; exit $$code
 
 test-unit: build ## only what needs no privileges
 	$(Q)$(PY) -m pytest tests/unit tests/sim tests/shim tests/fuzz

@@ -120,9 +120,12 @@ class Cancelling:
         if key not in self._files:
             if len(self._files) >= MAX_KNOWN:
                 self._files.clear()
-            self._files[key] = NOTHING
-            with contextlib.suppress(ParserFailed):  # no file that the loader would take
-                self._files[key] = self._parser.imports(fd, [CANCEL], deadline_s=deadline_s)
+            found = NOTHING
+            with contextlib.suppress(ParserFailed):  # no file that the loader would take, or a parser that was busy
+                found = self._parser.imports(fd, [CANCEL], deadline_s=deadline_s)
+            if found is NOTHING and deadline_s is None:
+                return found  # a program is asked about again: its threads' lives may hang on the answer
+            self._files[key] = found
         return self._files[key]
 
 

@@ -228,6 +228,7 @@ class Population:
     def settle(self, *, final: bool = False) -> None:
         """Look at mappings and environment of those that have lived on for a while; `final`: of all of them, now."""
         for target, since_ns in self._young.grown(final=final):
+            self._untime(target)
             self._linker.link_process(target, since_ns)
             self.on_image(target)
 
@@ -240,9 +241,8 @@ class Population:
         if not in_main_thread:
             self._reaper.close_later(*target.links())
             self._forget_links(target)
-        elif self._linker.must_untime(target):
-            close_all(*target.links())
-            self._forget_links(target)
+        else:
+            self._untime(target)
         self._shims.retire(target, ts_ns)
         target.preloaded = False
         for linked in target.linked.values():
@@ -258,6 +258,12 @@ class Population:
             target.facts = execed_facts(target.facts)
         tell_image(self._send, target, ts_ns)
         self._young.add(target, ts_ns)
+
+    def _untime(self, target: Target) -> None:
+        """Asked at the exec and once more a little later: at the exec the parser may have been too busy to answer."""
+        if self._linker.must_untime(target):
+            close_all(*target.links())
+            self._forget_links(target)
 
     def _preloaded(self, target: Target) -> None:
         """Its shim tells more, at less cost; a call that both saw would count twice."""
