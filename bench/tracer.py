@@ -73,7 +73,7 @@ class Tracer:
         pairs = [x for x in hooks if x[0].mode == "PAIR"]
         if pairs:
             self._returns.append(self._attach("pair_return", library, pairs, is_return=True))
-        for name in ("launch", "wait_enter", "nccl_enter"):
+        for name in ("launch", "enter"):
             chosen = [x for x in hooks if program_of(x[0]) == name]
             if chosen:
                 self._entries.append(self._attach(name, library, chosen, is_return=False))

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
 /* One program a family; the link cookie (native/wire.h) is the hook's descriptor.
  *   launch      entry of a pure enqueue: count, maybe record
- *   wait_enter  entry of a paired call: count, push an in-flight frame
- *   nccl_enter  the same, with sequence number, unique id and a record at once
+ *   enter       entry of a paired call: count, push an in-flight frame; of NCCL's with sequence number, unique id and a
+ *               record at once
  *   pair_return return of any paired call: pop the frame, time, maybe record
  * and raw tracepoints for threads and processes, and why these end.
  * -DNO_COOKIES, for kernels before 5.15: instead of the families a program for each of few probes (per_hook.h). */
@@ -133,7 +133,7 @@ INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
   struct wire_count *c = count_of(h.slot, HOOK_OF(cookie));
   if (!c) return 0;
   h.n = __sync_fetch_and_add(&c->calls, 1);
-  u32 d = 0, pick = is_nccl || sampled(HOOK_OF(cookie), h.n);
+  u32 d = 0;
   if (r) {
     r->calls++;
     d = drop_stale(r, ctx->sp);
@@ -144,6 +144,7 @@ INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
   if (h.flags & WIRE_NESTED) __sync_fetch_and_add(&c->nested, 1);
   u32 site = r && d < WIRE_DEPTH && !(h.flags & WIRE_NESTED) ? site_of(h.id, h.slot, HOOK_OF(cookie)) : 0;
   h.ts = bpf_ktime_get_ns(); /* after the stack: a wait is not longer for having been looked at */
+  u32 pick = is_nccl || sampled(HOOK_OF(cookie), h.n); /* here: a branch before the walk has the verifier walk twice */
   if (is_nccl) record_entry(&h, ctx, d);
   if (r && d < WIRE_DEPTH) {
     push(r, d, &h, ctx->sp, pick, site);
@@ -263,11 +264,9 @@ INL int do_return(struct pt_regs *ctx, u64 cookie) {
 ON("uprobe") int launch(struct pt_regs *ctx) {
   return do_launch(ctx, bpf_get_attach_cookie(ctx));
 }
-ON("uprobe") int wait_enter(struct pt_regs *ctx) {
-  return do_enter(ctx, bpf_get_attach_cookie(ctx), 0);
-}
-ON("uprobe") int nccl_enter(struct pt_regs *ctx) {
-  return do_enter(ctx, bpf_get_attach_cookie(ctx), 1);
+ON("uprobe") int enter(struct pt_regs *ctx) {
+  u64 cookie = bpf_get_attach_cookie(ctx);
+  return do_enter(ctx, cookie, FLAGS_OF(cookie) & WIRE_HOOK_VITAL); /* one program: the walk is long to load */
 }
 ON("uprobe") int pair_return(struct pt_regs *ctx) {
   return do_return(ctx, bpf_get_attach_cookie(ctx));

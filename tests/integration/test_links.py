@@ -170,7 +170,7 @@ def linked(loaded: Loaded, library: Path, pid: int) -> tuple[list[UprobeLink], l
     returns = [UprobeLink.attach(loaded.programs["pair_return"], str(library), offsets[half:], waits, pid, True)]
     entries = [
         UprobeLink.attach(loaded.programs["launch"], str(library), offsets[:half], launches, pid, False),
-        UprobeLink.attach(loaded.programs["wait_enter"], str(library), offsets[half:], waits, pid, False),
+        UprobeLink.attach(loaded.programs["enter"], str(library), offsets[half:], waits, pid, False),
     ]
     return entries, returns
 
@@ -193,8 +193,7 @@ def test_both_backends_count_and_record(loaded: Loaded, program: Program) -> Non
 def test_both_backends_load_the_same(loaded: Loaded) -> None:
     assert set(loaded.programs) == {
         "launch",
-        "wait_enter",
-        "nccl_enter",
+        "enter",
         "pair_return",
         "on_fork",
         "who_am_i",

@@ -150,7 +150,7 @@ def link_all(loaded: Loaded, caller: Caller) -> tuple[list[PerfLink], list[PerfL
     for library in caller.libraries[:2]:
         points = [LinkPoint(o, h.cookie) for o, h in zip(offsets_of(library)[:PAIRS], WAITS, strict=False)]
         with open(library, "rb") as file:
-            for name, links, back in (("pair_return", returns, True), ("wait_enter", entries, False)):
+            for name, links, back in (("pair_return", returns, True), ("enter", entries, False)):
                 program = [loaded.programs[name]] * PAIRS
                 link = PerfLink.attach(file.fileno(), points, program, caller.pid, is_return=back, cookies=True)
                 links.append(link)

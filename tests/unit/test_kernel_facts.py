@@ -148,7 +148,7 @@ def test_without_cookies_a_hook_needs_its_program() -> None:
     way = PerfWay({"enter_1": 5}, cookies=False)
     assert way.max_filtered == 0
     with pytest.raises(CaptureProblem, match="no program for it"):
-        way.attach("wait_enter", 0, points("cudaStreamSynchronize"), 0, 0)
+        way.attach("enter", 0, points("cudaStreamSynchronize"), 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,13 @@ __all__ = ["LINKS_PER_FILE", "NO_FILE", "Sharing", "program_of"]
 LINKS_PER_FILE = 8
 A_SECOND, SECOND_NS = 16, 1_000_000_000  # so many processes that begin to use a file make it crowded, too
 NO_FILE = 31
-NCCL_KINDS = ("collective", "p2p", "group", "comm")
 _SHARED_FLAG = 64 << 32
 RealFile = tuple[int, int, str | None, str]
 
 
 def program_of(hook: Hook) -> str:
     """Name of the BPF program for the hook's entry."""
-    if hook.mode == "ENTRY":
-        return "launch"
-    return "nccl_enter" if hook.kind in NCCL_KINDS else "wait_enter"
+    return "launch" if hook.mode == "ENTRY" else "enter"
 
 
 def entry_only(points: list[Point]) -> list[Point]:
@@ -179,7 +176,7 @@ class Sharing:
                 linked.returns.append(self._way.attach("pair_return", linked.fd, pairs, pid, bits))
                 returning = set(linked.returns[0].offsets)
                 points = [p for p in points if p.hook.mode != "PAIR" or p.probe_offset in returning]
-            for name in ("launch", "wait_enter", "nccl_enter"):
+            for name in ("launch", "enter"):
                 chosen = [p for p in points if program_of(p.hook) == name]
                 if chosen:
                     linked.entries.append(self._way.attach(name, linked.fd, chosen, pid, bits))

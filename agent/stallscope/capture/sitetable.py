@@ -21,7 +21,9 @@ _FRAME = struct.Struct("<QII")
 _SITE_BYTES = ffi.sizeof("struct wire_site")
 _TIME_AT = ffi.offsetof("struct wire_site", "time")
 _TIME = struct.Struct("<3Q")
-_WORDS = _SITE_BYTES // 8
+_CHUNK_ROWS = 16  # the fewest that fill pages
+_CHUNK_BYTES = _CHUNK_ROWS * _SITE_BYTES
+assert _CHUNK_BYTES % mmap.ALLOCATIONGRANULARITY == 0 and lib.WIRE_SITES % _CHUNK_ROWS == 0
 
 
 class Site(NamedTuple):
@@ -63,7 +65,8 @@ class SiteTable:
         self._pythons = Table(pythons_fd, 8, lib.WIRE_PROCS)
         self._key_map = mmap.mmap(keys_fd, 8 * lib.WIRE_SITES, mmap.MAP_SHARED, mmap.PROT_READ)
         self._key_words = memoryview(self._key_map).cast("Q")
-        self._rows = mmap.mmap(sites_fd, _SITE_BYTES * lib.WIRE_SITES)
+        self._sites_fd = sites_fd
+        self._chunks: dict[int, mmap.mmap] = {}
 
     def taken(self) -> int:
         """How many rows were taken so far: grows when there is a new one."""
@@ -73,9 +76,17 @@ class SiteTable:
         """Rows in use."""
         return [row for row, key in enumerate(self._key_words.tolist()) if key]
 
+    def _place(self, row: int) -> tuple[mmap.mmap, int]:
+        """The pages that hold a row, and where in them: the kernel counts all pages of a mapping as ours at once."""
+        chunk, index = divmod(row, _CHUNK_ROWS)
+        if chunk not in self._chunks:
+            self._chunks[chunk] = mmap.mmap(self._sites_fd, _CHUNK_BYTES, offset=chunk * _CHUNK_BYTES)
+        return self._chunks[chunk], index * _SITE_BYTES
+
     def site(self, row: int) -> Site | None:
         """One row; None while it is being written."""
-        data = self._rows[row * _SITE_BYTES : row * _SITE_BYTES + _TIME_AT]
+        pages, begin = self._place(row)
+        data = pages[begin : begin + _TIME_AT]
         flags, pid, slot, hook, count, _image, tid, _at = _HEAD.unpack_from(data)
         if not flags & READY:
             return None
@@ -86,20 +97,21 @@ class SiteTable:
 
     def calls(self, row: int) -> int:
         """How many calls returned."""
-        at = row * _SITE_BYTES + _TIME_AT
-        return int.from_bytes(self._rows[at : at + 8], "little")
+        pages, begin = self._place(row)
+        return int.from_bytes(pages[begin + _TIME_AT : begin + _TIME_AT + 8], "little")
 
     def times(self, row: int) -> Times:
         """All of that. The number is read first: what is added meanwhile comes the next time."""
-        at = row * _SITE_BYTES
-        calls, total_ns, max_ns = _TIME.unpack_from(self._rows, at + _TIME_AT)
-        hist = struct.unpack_from(f"<{lib.WIRE_BUCKETS}I", self._rows, at + _TIME_AT + _TIME.size)
+        pages, at = self._place(row)
+        calls, total_ns, max_ns = _TIME.unpack_from(pages, at + _TIME_AT)
+        hist = struct.unpack_from(f"<{lib.WIRE_BUCKETS}I", pages, at + _TIME_AT + _TIME.size)
         pairs = [number for index, count in enumerate(hist) if count for number in (index, count)]
-        return Times(calls, total_ns, max_ns, _HEAD.unpack_from(self._rows, at)[-1], pairs)
+        return Times(calls, total_ns, max_ns, _HEAD.unpack_from(pages, at)[-1], pairs)
 
     def free(self, row: int) -> None:
         """Give a row back; nobody may write it any more."""
-        self._rows[row * _SITE_BYTES : (row + 1) * _SITE_BYTES] = bytes(_SITE_BYTES)
+        pages, begin = self._place(row)
+        pages[begin : begin + _SITE_BYTES] = bytes(_SITE_BYTES)
         self._keys.set_word(row, 0, 0)
 
     def configure(self, slot: int, pid: int, image: int, python: Python) -> None:
@@ -116,5 +128,7 @@ class SiteTable:
     def close(self) -> None:
         """Unmap."""
         self._key_words.release()
-        for opened in (self._key_map, self._rows, self._keys, self._pythons):
-            opened.close()
+        for mapped in (self._key_map, *self._chunks.values()):
+            mapped.close()
+        for table in (self._keys, self._pythons):
+            table.close()
