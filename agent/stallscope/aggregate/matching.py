@@ -119,7 +119,7 @@ class Matching:
 
     def _waiting_member(self, proc: int, data: CommData) -> tuple[Communicator, Member] | None:
         """A rank whose creation was seen, without its pointer: of ncclCommInitAll all but the first."""
-        alike = self._alike.get((data.key, data.nranks), [])
+        alike = self._found(data)
         fresh = [c for c in self._expected.get(proc, []) if c.hash is None and c.nranks == data.nranks]
         for comm in alike or (fresh if len(fresh) == 1 else []):
             member = comm.at_rank.get(data.rank)
@@ -127,8 +127,14 @@ class Matching:
                 return comm, member
         return None
 
+    def _found(self, data: CommData) -> list[Communicator]:
+        """Those of that hash and size; one that its last member has left is none any more."""
+        alike = self._alike.setdefault((data.key, data.nranks), [])
+        alike[:] = [comm for comm in alike if self._owner.table.get(comm.id) is comm]
+        return alike
+
     def _home(self, proc: int, data: CommData) -> Communicator | None:
-        alike = self._alike.get((data.key, data.nranks), [])
+        alike = self._found(data)
         for comm in alike:
             if data.rank not in comm.at_rank:
                 return comm
@@ -147,7 +153,7 @@ class Matching:
 
     def _register(self, comm: Communicator, data: CommData) -> None:
         """Let others of the same hash find it; what was found before it joins it."""
-        alike = self._alike.setdefault((data.key, data.nranks), [])
+        alike = self._found(data)
         if comm not in alike and len(alike) < MAX_ALIKE:
             other = next((c for c in alike if not c.exact and _fit(c, comm)), None)
             if other is not None and not comm.exact:

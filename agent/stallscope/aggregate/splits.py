@@ -56,7 +56,8 @@ def _place(entries: list[Entry], child: Communicator) -> None:
         return
     entries.sort(key=lambda entry: (entry.key, entry.parent.rank))
     members = [entry.member for entry in entries if entry.member]
-    if child.nranks not in (None, len(members)):
+    there = {id(member) for member in child.members}  # who has turned out to be another one's has left
+    if child.nranks not in (None, len(members)) or any(id(member) not in there for member in members):
         return
     if any(m.rank not in (None, rank) or child.at_rank.get(rank, m) is not m for rank, m in enumerate(members)):
         return
