@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -22,7 +24,7 @@ from culprit_cases import IN_BLOCK_S, LATE, LATE_AFTER_STEPS, LIVE, MID, SHIM, S
 from stallscope.sim.job.board import Board
 
 ROOT = Path(__file__).resolve().parents[2]
-SIM_LIB = ROOT / "build" / "sim" / "lib"
+BUILT_LIB = ROOT / "build" / "sim" / "lib"
 SHIM_LIB = ROOT / "build" / "shim" / "libstallscope.so"
 LAYOUT = (2, 2, 2)
 RANKS = 8
@@ -32,6 +34,16 @@ START_S = 60.0
 END_S = 60.0
 Json = dict[str, Any]
 J = TypeVar("J", bound="Job")
+
+
+@cache
+def sim_lib() -> Path:
+    """Copies of the simulated libraries: where many processes use a file, a tracer probes it in all processes, and what
+    other tests run beside these must not be among them."""
+    folder = Path(tempfile.mkdtemp(prefix="culprit-lib-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.chmod(folder, 0o755)
+    return Path(shutil.copytree(BUILT_LIB, folder / "lib", symlinks=True))
 
 
 class RunFailed(Exception):
@@ -88,7 +100,7 @@ class Job:
         env = {
             **os.environ,
             "PYTHONPATH": str(ROOT / "agent"),
-            "STALLSCOPE_SIM_LIB": str(SIM_LIB),
+            "STALLSCOPE_SIM_LIB": str(sim_lib()),
             "TMPDIR": str(folder),
             "STALLSCOPE_SIM_STATS": self.figures,
         }
