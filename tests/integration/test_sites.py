@@ -105,9 +105,12 @@ def test_a_forked_child_from_its_first_wait(python: str) -> None:
     truth, report = run(python, 40, 300, 0, "fork")
     child = [s for s in report["stalls"] if s["pid"] == truth["pid"]]
     found = sites({"stalls": child})
-    assert found.keys() <= truth["sites"].keys() and all(s["site"] for s in child)
+    assert found.keys() <= truth["sites"].keys()
+    # A page can be away for a moment while the kernel moves it: such a wait is unknown, never another line's.
+    unknown = [s for s in child if not s["site"]]
+    assert all(s["site_unknown"] for s in unknown) and sum(s["count"] for s in unknown) <= 0.01 * sum(found.values())
     # The links of a child take their time, in which no call is seen; of those that are, each has its site.
-    assert sum(found.values()) == harness.counts(report, truth["pid"])["cudaStreamSynchronize"] > 3000
+    assert sum(found.values()) + sum(s["count"] for s in unknown) == harness.counts(report, truth["pid"])["cudaStreamSynchronize"] > 3000
 
 
 def test_a_wait_that_lasts_shows_its_stack() -> None:
