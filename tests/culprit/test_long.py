@@ -65,6 +65,8 @@ def check(report: Json, truth: Json) -> None:
     assert report["episodes"][0]["proc"] == ours[0]["proc"], report["episodes"]
     (long,) = [one for row in ours for one in row["longest"] if one["duration_ns"] > 2e9]
     assert long["culprit_stack"], long
+    told = [(i["class"], i["label"], i["summary"]) for i in report["incidents"]]
+    assert len(told) == 1, told
     (incident,) = report["incidents"]
     assert (incident["class"], incident["outcome"]) == ("NOT_ARRIVED", "resolved"), incident
 

@@ -199,12 +199,31 @@ def _root(
     rest = together - {best.proc}
     if inner or not rest:
         return best
+    if _is_held_up(completed, best, together, owners):
+        return None
     hardest = _hardest(state, together)
     if hardest is None:
         return best._replace(others=tuple(sorted(rest)), why="ranks that wait for each other are late together")
     chosen = [one for one in group if one.proc == hardest] or _often_late(state, completed, hardest, owners)
     why = "of the ranks that are late together, its GPU draws the most power"
     return max(chosen, key=lambda s: s.own_ns)._replace(why=why) if chosen else None
+
+
+def _is_held_up(completed: Completed, one: Straggler, together: set[int], owners: Owners) -> bool:
+    """Whether another one that it works with made it wait for as long as it was late: by pauses that are episodes."""
+    late = completed.last[one.comm][-one.operations :] if one.comm in completed.last else None
+    if late is None or not len(late):
+        return False
+    since, own_ns = int(late[0, 2]) - int(late[0, 1]), one.own_ns * one.operations
+    for comm, rows in completed.recent.items():
+        if len(_members(comm, owners) & together) < 2:
+            continue
+        fresh = rows[rows[:, 2] >= since]
+        for rank in np.unique(fresh[:, 0]).tolist():
+            lost_ns = int(fresh[fresh[:, 0] == rank, 1].sum())
+            if owners.get((comm, rank)) in together - {one.proc} and 2 * lost_ns >= own_ns:
+                return True
+    return False
 
 
 def _often_late(state: State, completed: Completed, proc: int, owners: Owners) -> list[Straggler]:
