@@ -123,4 +123,5 @@ def is_possible(case: Case) -> bool:
 SHORT = [Case(kind, LIVE, 100 * (i % 2)) for i, kind in enumerate(KINDS)]
 THROUGH_THE_SHIM = [Case(kind, LIVE, ahead, via=SHIM) for kind, ahead in (
     ("gpu-stuck", 0), ("gpu-stuck", 100), ("transport-stuck", 0), ("in-split", 100), ("wrong-count", 0), ("slow", 100))]  # fmt: skip
+THROUGH_THE_SHIM += [Case("in-init", seed=1, via=SHIM)]  # a rank that has called nothing of NCCL, not even for an id
 SHORT += [Case("never", LATE, 100), Case("skip", LATE), Case("io", MID), Case("in-abort", MID, 100)]

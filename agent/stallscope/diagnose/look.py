@@ -12,7 +12,7 @@ from stallscope.aggregate.communicators import Communicator, Member
 from stallscope.aggregate.issuer import Issuer, Place
 from stallscope.aggregate.numbering import COLLECTIVE, RECV, SEND, SPLIT
 from stallscope.aggregate.operations import USER_REDOP
-from stallscope.aggregate.process import Process
+from stallscope.aggregate.process import SHIM, Process
 from stallscope.aggregate.state import State
 from stallscope.aggregate.waits import ALL_STREAMS
 from stallscope.diagnose.pairs import pair_base
@@ -39,6 +39,11 @@ STALE_NS = 2_000_000_000
 WAITING_KINDS = ("wait", "copy", "alloc", "event")
 SYMMETRIC = ("ncclAllReduce", "ncclAllGather", "ncclReduceScatter", "ncclAlltoAll")  # all need something of all
 NCCL_KINDS = ("collective", "p2p", "group", "comm")
+
+
+def _may_use_nccl(process: Process) -> bool:
+    """The shim tells of a library when it is called first; who has a rank and CUDA may be on its way to NCCL."""
+    return process.source == SHIM and process.global_rank is not None and bool(process.links)
 
 
 class Looker:
@@ -79,7 +84,8 @@ class Looker:
 
     def _find_ranks(self) -> None:
         table, hooks = self.state.processes.table, self.state.hooks
-        procs = [p for p in table.values() if p.proc in self.state.operations.issuers or p.has_library("NCCL", hooks)]
+        issuers = self.state.operations.issuers
+        procs = [p for p in table.values() if p.proc in issuers or p.has_library("NCCL", hooks) or _may_use_nccl(p)]
         procs = [p for p in procs if self._takes_part(p, procs)]
         for process in sorted(procs, key=lambda p: (p.global_rank is None, p.global_rank or 0, p.order)):
             lanes = self._lane_count(process)

@@ -235,10 +235,18 @@ class Watch:
         recent = {other for other, seen_ns in self._straggling.items() if now - seen_ns < ONE_AT_A_TIME_NS}
         return one.evidence == "api" and bool(recent) and not recent.isdisjoint(colleagues(self._state, one.proc))
 
+    def _since(self, one: Straggler, now: int) -> int:
+        """Since when it is slow. While power has not told which of those that wait for each other it is, the guess goes
+        from one to another: once it has, the time of the guesses counts."""
+        if one.proc in self._slow_since or one.others or not self._slow_since:
+            return self._slow_since.get(one.proc, now)
+        near = colleagues(self._state, one.proc)
+        return min([since for proc, since in self._slow_since.items() if proc in near], default=now)
+
     def _stragglers(self, now: int) -> None:
         """Those that stay ones for a while. Who works with one that was told is late because of it, as a rule."""
         found = {one.proc: one for one in stragglers(self._state, self._completed, self._begun_on_gpus)}
-        self._slow_since = {proc: self._slow_since.get(proc, now) for proc in found}
+        self._slow_since = {proc: self._since(one, now) for proc, one in found.items()}
         for proc, since_ns in self._slow_since.items():
             least_ns = SLOW_FOR_NS if found[proc].cost >= MILD_COST else MILD_FOR_NS
             if proc in self._straggling:
