@@ -188,4 +188,6 @@ class Suspicion:
 
 
 def _has_nccl(target: Target) -> bool:
-    return any(library.library == "NCCL" for library in target.linked.values())
+    """Of a process with the shim a library is known from its first call on: it may be on its way to NCCL."""
+    known = [library.library for library in target.linked.values()]
+    return "NCCL" in known or (target.preloaded and bool(known))
