@@ -41,7 +41,7 @@ class World:
 
     def _target(self, proc: int) -> Any:
         linked = {1: SimpleNamespace(library="NCCL")}
-        return SimpleNamespace(proc=proc, pid=1000 + proc, linked=linked, inferred=[], ended=False,
+        return SimpleNamespace(proc=proc, pid=1000 + proc, linked=linked, inferred=[], ended=False, preloaded=False,
                                used_nccl=False, counted_ns=self.now)  # fmt: skip
 
     def _read(self, pid: int, callers: list[int]) -> list[HostThread]:
@@ -167,3 +167,16 @@ def test_processes_that_end_or_have_no_nccl(monkeypatch: pytest.MonkeyPatch) -> 
     world.run(2.5)
     assert {b["proc"] for kind, b in world.frames if kind == Kind.HOST} == {1}
     assert world.wanted == []
+
+
+@pytest.mark.parametrize(("linked", "looked_at"), [("CUDART", True), (None, False)])
+def test_a_shims_process_may_be_on_its_way_to_nccl(
+    monkeypatch: pytest.MonkeyPatch, linked: str | None, looked_at: bool
+) -> None:
+    """Its libraries are known from their first call on; a shell with the shim in it has none."""
+    world = World(monkeypatch, 2)
+    world.targets[1].preloaded = True
+    world.targets[1].linked = {1: SimpleNamespace(library=linked)} if linked else {}
+    world.waits(1, world.now)
+    world.run(2.5)
+    assert ({b["proc"] for kind, b in world.frames if kind == Kind.HOST} == {1, 2}) is looked_at
