@@ -14,9 +14,12 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from stallscope.capture.parser_client import ParserClient
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -157,3 +160,14 @@ def _faults_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     from stallscope.aggregate.faults import Faults
 
     monkeypatch.setattr(Faults, "strict", True)
+
+
+@pytest.fixture(scope="module")
+def parser() -> Iterator[ParserClient]:
+    """A parser process, as capture has one."""
+    from stallscope.capture.parser_client import ParserClient
+
+    client = ParserClient()
+    client.start()
+    yield client
+    client.close()

@@ -11,20 +11,9 @@ import json
 import os
 import sys
 
-DEVICES, CALLS, FLOAT, SUM, COUNT = 2, 10, 7, 0, 16
-nccl, cudart = ctypes.CDLL("libnccl.so.2"), ctypes.CDLL("libcudart.so.12")
+from nccl_calls import COUNT, FLOAT, SUM, UniqueId, check, cudart, nccl
 
-
-class UniqueId(ctypes.Structure):
-    """ncclUniqueId, passed by value."""
-
-    _fields_ = (("bytes", ctypes.c_char * 128),)
-
-
-def check(result: int) -> None:
-    """0 or the end."""
-    if result:
-        sys.exit(f"{result}")
+DEVICES, CALLS = 2, 10
 
 
 def each(config: bool, ids: list[str]) -> list[ctypes.c_void_p]:

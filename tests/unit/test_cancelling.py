@@ -25,14 +25,6 @@ PLAIN = "int NAME(void) { return 1; }"
 WAITS = '#include <stdio.h>\nCODE\nint main(void) { USE; puts("ready"); fflush(stdout); return getchar(); }'
 
 
-@pytest.fixture(scope="module")
-def parser() -> Iterator[ParserClient]:
-    client = ParserClient()
-    client.start()
-    yield client
-    client.close()
-
-
 class Counting:
     """Counts requests; `slow_s`: how long each takes; refuses them where told so."""
 

@@ -76,14 +76,6 @@ def test_tables_that_are_anything() -> None:
 
 
 @pytest.fixture(scope="module")
-def parser() -> Iterator[ParserClient]:
-    client = ParserClient()
-    client.start()
-    yield client
-    client.close()
-
-
-@pytest.fixture(scope="module")
 def python(parser: ParserClient) -> Python:
     finder = PythonFinder(parser)
     while isinstance(found := finder.find(os.getpid()), NotYet):

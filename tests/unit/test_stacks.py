@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,6 @@ class Taken:
         self.stacks.want(Wanted(3, pid, dict(zip(tids, tids, strict=True))))
         self.stacks.step()
         return self.frames
-
-
-@pytest.fixture(scope="module")
-def parser() -> Iterator[ParserClient]:
-    client = ParserClient()
-    client.start()
-    yield client
-    client.close()
 
 
 @pytest.fixture
