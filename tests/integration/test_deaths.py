@@ -158,6 +158,49 @@ def test_another_process_of_the_cgroup_runs_out_of_memory(needs_bpf: None, cgrou
     assert len(told) == 1 and f"(pid {other.pid})" in told[0] and told[0].endswith("it is not traced"), told
 
 
+LOST = ("exit7", "late7", "segv", "killed", "termed", "fork", "oom")
+
+
+def check_lost(report: dict[str, Any], jobs: dict[str, list[int]]) -> dict[str, str]:
+    """WORKER_DIED, once for each job, within 5 s of the death; fate → how the summary says that the worker died."""
+    rows = {p["pid"]: p for p in report["processes"]}
+    told = {incident["victims"][0]["pid"]: incident for incident in report["incidents"]}
+    assert sorted(told) == sorted(trainer for trainer, _ in jobs.values()) and len(report["incidents"]) == len(jobs)
+    causes = {}
+    for fate, (trainer, worker) in jobs.items():
+        incident = told[trainer]
+        assert (incident["class"], incident["outcome"]) == ("WORKER_DIED", "died"), fate  # the trainer, in the end
+        assert [c["pid"] for c in incident["culprits"]] == [worker] and len(incident["victims"]) == 1
+        assert incident["reported_ns"] - rows[worker]["exit"]["at_ns"] < 5e9, fate
+        causes[fate] = incident["summary"].partition(f"pid {worker} (")[2].partition(");")[0]
+    return causes
+
+
+def test_trainers_that_wait_for_dead_workers(needs_bpf: None, cgroup: Path) -> None:
+    with Program([sys.executable, DEATHS.parent / "losers.py", *LOST], env={"OOM_CGROUP": str(cgroup)}) as program:
+        jobs = ready_jobs(program.wait_for("ready"))
+        with Tracer([program.pid]) as tracer:
+            tracer.attached()
+            time.sleep(1)
+            program.say()
+            for number in range(len(jobs)):
+                tracer.errors.wait_for(f"incident {number + 1}", 30)
+            program.say("end")
+            report = tracer.report()
+    rows = {p["pid"]: p for p in report["processes"]}
+    by = {fate: f"from {rows[trainer]['name']} (pid {trainer})" for fate, (trainer, _) in jobs.items()}
+    assert check_lost(report, jobs) == {
+        "exit7": "exit code 7", "late7": "exit code 7", "segv": "SIGSEGV, sent by the kernel",
+        "oom": "SIGKILL: the kernel ended it for want of memory", "killed": f"SIGKILL {by['killed']}",
+        "termed": f"SIGTERM {by['termed']}", "fork": f"SIGKILL {by['fork']}",
+    }  # fmt: skip
+
+
+def ready_jobs(line: str) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = json.loads(line.removeprefix("ready"))
+    return found
+
+
 def test_run() -> None:
     """Without privileges the sender is not known, and the report says so."""
     fates = ("exit7", "killed", "termed")
@@ -175,3 +218,20 @@ def test_run() -> None:
         assert (end["code"], end["signal"]) in (CODES[fate], (None, None))  # kernels before 6.15 tell the parent alone
         assert end["sender"] is None and end["exiting_ns"] is None and end["oom"] in (False, None)
     assert any("whose sender is not known: that takes BPF" in note for note in report["capture"]["notes"])
+
+
+def test_run_with_dead_workers(cgroup: Path) -> None:
+    """Under `run` each is told, too; of its cause what is known without privileges."""
+    env = environment(OOM_CGROUP=str(cgroup))
+    with Running([sys.executable, str(DEATHS.parent / "losers.py"), *LOST], "--json", env=env) as running:
+        jobs = ready_jobs(running.lines.wait_for("ready"))
+        time.sleep(1.5)
+        running.say()
+        for number in range(len(jobs)):
+            running.errors.wait_for(f"incident {number + 1}", 30)
+        running.say("end")
+        text = running.lines.rest()
+    causes = check_lost(json.loads(text[text.index('{\n "schema"') :]), jobs)
+    allowed = {"exit7": "exit code 7", "late7": "exit code 7", "segv": "SIGSEGV", "killed": "SIGKILL", "termed": "SIGTERM",
+               "fork": "SIGKILL", "oom": "SIGKILL: the kernel ended it for want of memory"}  # fmt: skip
+    assert all(causes[fate] in (allowed[fate], "exit code not known") for fate in LOST), causes

@@ -61,29 +61,6 @@ def test_a_slow_worker(needs_bpf: None, fifo: Path) -> None:
     assert report["incidents"] == []
 
 
-@pytest.mark.parametrize(("method", "end", "words"), [
-    ("spawn", "exit 7", "exit code 7"), ("fork", "9", "SIGKILL, sent by itself"),
-])  # fmt: skip
-def test_a_trainer_that_waits_for_a_dead_worker(needs_bpf: None, method: str, end: str, words: str) -> None:
-    with Program([sys.executable, LOADER, "2", "0", method]) as program:
-        pids = pids_of(program.wait_for("ready"))
-        with Tracer([program.pid]) as tracer:
-            tracer.attached()
-            time.sleep(1)
-            program.say("lose")
-            program.say(end)
-            told = tracer.errors.wait_for("incident 1", 10)
-            tracer.stop()
-            report = tracer.report()
-    assert "(WORKER_DIED)" in told
-    (incident,) = report["incidents"]
-    assert incident["class"] == "WORKER_DIED" and not incident["ended"]
-    assert incident["reported_ns"] - incident["start_ns"] < 5e9
-    assert [v["pid"] for v in incident["victims"]] == [program.pid]
-    assert [c["pid"] for c in incident["culprits"]] == [pids["1"]]
-    assert words in incident["summary"]
-
-
 def test_workers_that_end_in_order_are_no_incident(needs_bpf: None) -> None:
     with Program([sys.executable, LOADER, "2", "6", "spawn"]) as program:
         pids_of(program.wait_for("ready"))

@@ -45,6 +45,7 @@ def patient(number: int, frame: Any) -> None:
 
 FATES = {
     "exit7": lambda: sys.exit(7), "clean": lambda: None, "atexit": lambda: atexit.register(tidy) and None,
+    "late7": lambda: atexit.register(tidy) and sys.exit(7),
     "segv": segv, "oom": run_out, "killed": lambda: time.sleep(60), "termed": lambda: time.sleep(60),
     "handled": lambda: time.sleep(60), "abort": lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)) or os.abort(),
 }  # fmt: skip

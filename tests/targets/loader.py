@@ -2,8 +2,7 @@
 
 python loader.py WORKERS BATCHES METHOD [SLOW_FIFO]: worker 1 reads each batch from the named pipe, which a thread here feeds a
 little late. Says "ready" and the pids of the workers as JSON; at "go" it takes the batches, then says what it waited
-for (JSON), and waits for the end of its stdin. At "lose" instead, a worker ends as its next line says (a signal's
-number, or "exit CODE") in the midst of a batch, and the trainer waits for that batch for good.
+for (JSON), and waits for the end of its stdin.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import threading
 import time
 from typing import Any
 
+from deaths import FATES
+
 FETCH_S, SLOW_S, STEP_S = 0.01, 0.6, 0.1
 
 
@@ -26,12 +27,9 @@ def worker(number: int, fifo: str, indices: Any, results: Any) -> None:
     results.put((number, os.getpid()))
     slow = os.open(fifo, os.O_RDONLY) if fifo and number == 1 else None
     while (order := indices.get()) is not None:
-        if isinstance(order, str):
-            how, _, code = order.partition(" ")
-            time.sleep(0.3)
-            if how == "exit":
-                os._exit(int(code))
-            os.kill(os.getpid(), int(how))
+        if isinstance(order, str):  # in the midst of a batch
+            FATES[order]()
+            return
         if slow is not None:
             os.read(slow, 1)
         else:
@@ -93,13 +91,8 @@ def main() -> None:
     loader = Loader(workers, method, fifo)
     cudart.cudaDeviceSynchronize()
     print("ready", json.dumps(loader.pids), flush=True)
-    line = sys.stdin.readline().strip()
+    sys.stdin.readline()
     cudart.cudaDeviceSynchronize()
-    if line == "lose":
-        loader.order(0)
-        loader.take(0)
-        loader.indices[1].put(sys.stdin.readline().strip())
-        loader.take(1)
     go.set()
     begin, waited = time.monotonic(), 0.0
     for batch in range(workers):

@@ -22,7 +22,8 @@ class Crew:
     """One trainer.
 
     `workers`: those that live; `holders`: pipe -> keys of the workers that were seen to hold it. Those that died since
-    count, too: their end of it is what tells whom the trainer waits for.
+    count, too: their end of it is what tells whom the trainer waits for. So do those that closed it: a process that
+    ends by itself closes its queues first, and runs its at-exit handlers then.
     """
 
     def __init__(self, trainer: Target) -> None:
@@ -38,13 +39,15 @@ class Crew:
             # What comes by its standard streams is nobody's data, though spawned workers hold them for a moment.
             self.pipes = found - standard_pipes_of(target.pid)
             return
-        if not found:
-            return  # it has ended: what it held counts on
-        for procs in self.holders.values():
-            procs.discard(target.proc)
         for pipe in found:
             if pipe in self.holders or len(self.holders) < MAX_PIPES:
                 self.holders.setdefault(pipe, set()).add(target.proc)
+
+    def drop(self, proc: int) -> None:
+        """It runs another program now: a forked child that was on the way to its exec."""
+        del self.workers[proc]
+        for procs in self.holders.values():
+            procs.discard(proc)
 
     def forget_closed(self) -> None:
         """Pipes that the trainer no longer holds: their numbers may be others' soon."""
@@ -68,7 +71,10 @@ class Crews:
         table = {target.proc: target for target in targets}
         pairs = [(trainer, one) for one in targets if (trainer := _trainer_of(one, table)) is not None]
         left_out = 0
+        still = {one.proc for _, one in pairs}
         for crew in self.by_trainer.values():
+            for proc in [proc for proc in crew.workers if proc in table and proc not in still]:
+                crew.drop(proc)
             crew.workers = {proc: one for proc, one in crew.workers.items() if proc in table}
         for trainer, one in pairs:
             left_out += not self._add(trainer, one)
