@@ -24,7 +24,7 @@ class Crew:
 
     `workers`: those that live; `holders`: pipe -> keys of the workers that were seen to hold it. Those that died since
     count, too: their end of it is what tells whom the trainer waits for. So do those that
-    closed it up to LET_GO_NS before their end: who ends by himself closes his queues first, then runs at-exit handlers.
+    closed it up to LET_GO_NS before their end: who ends by himself closes queues first, then runs at-exit handlers.
     """
 
     def __init__(self, trainer: Target) -> None:

@@ -197,7 +197,8 @@ def _unmarked(rows: Array, anchor: Anchor, stretch: _Stretch) -> tuple[Array, bo
         (_by_clock(rows, clock, stretch) for clock in anchor.clocks), key=_length, default=(nothing, True)
     )
     agree = {len(vote) for vote in votes}
-    if stretch.ends and len(agree) == 1 and not against and (front := _in_front(rows, anchor, stretch, waits, votes[0])):
+    front = _in_front(rows, anchor, stretch, waits, votes[0]) if len(agree) == 1 and not against else 0
+    if front:
         if front < 2:  # one alone has no rhythm
             return _fitting(rows, anchor, stretch, votes), False
         return np.concatenate([waits[:front], _fitting(rows, anchor, stretch, votes)]), sure and len(votes) > 1
@@ -229,7 +230,7 @@ def _fitting(rows: Array, anchor: Anchor, stretch: _Stretch, votes: list[Array])
 
 def _in_front(rows: Array, anchor: Anchor, stretch: _Stretch, waits: Array, ends: Array) -> int:
     """How many of the waits are of steps without operations, in front of those whose operations tell their ends."""
-    front = len(waits) - len(ends)
+    front = len(waits) - len(ends) if stretch.ends else 0
     part = rows[stretch.low : stretch.high]
     issued = stretch.low + np.flatnonzero((part["kind"] == NCCL) & np.isin(part["key"], list(anchor.calls)))
     if front <= 0 or not len(issued) or waits[front - 1] > issued[0]:
