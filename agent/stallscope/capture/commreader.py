@@ -133,6 +133,18 @@ class CommReader:
         entry.due_ns, entry.tries = now + PERIOD_NS // 2, 0
         self._due[entry.row] = entry
 
+    def tell_again(self, now: int) -> None:
+        """To a reader who was told nothing: what is known at once, and NCCL's counters as they are from now on."""
+        for entry in list(self._entries.values()):
+            if entry.target.ended:
+                self._forget(entry)
+                continue
+            entry.samples, entry.sampled_ns, entry.unread = [], None, 0
+            if entry.told is not None:
+                self._tell(entry, now)
+            if self._wants_samples and _is_finished((entry.told or (b"", b""))[1]) and entry.place.seq_at is not None:
+                self._unsampled[entry.row] = entry
+
     def _find(self, targets: Sequence[Target], now: int) -> None:
         keys = self._table.keys()
         fresh = [(row, key) for row, key in enumerate(keys) if key and row not in self._entries]

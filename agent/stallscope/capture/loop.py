@@ -113,10 +113,18 @@ class Loop(ABC):
                 self.stop_reason = "asked to stop"
             elif end_ns is not None and now >= end_ns:
                 self.stop_reason = "duration over"
-            elif not self.population.any_live():
+            elif self._is_over():
                 self.stop_reason = "targets ended"
-            elif self.outbox.broken:
+            elif self.outbox.broken and not self._finds_reader(now):
                 self.stop_reason = "aggregator gone"
+
+    def _is_over(self) -> bool:
+        """Whether nothing more can come."""
+        return not self.population.any_live()
+
+    def _finds_reader(self, now: int) -> bool:
+        """The aggregator is gone: whether to go on without it."""
+        return False
 
     @abstractmethod
     def _pause(self) -> None:

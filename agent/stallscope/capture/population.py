@@ -74,6 +74,7 @@ class Population:
         self.ancestors = Ancestors(send, clock, self._number)
         self.victims: Victims | None = Victims(send, self.live)
         self.on_image: Callable[[Target], None] = lambda target: None
+        self.admits: Callable[[int], bool] = lambda pid: True
         linker.before_link = self.send_counts
         linker.on_preloaded = self._preloaded
 
@@ -131,7 +132,7 @@ class Population:
             tried.update(new)
             for child in new:
                 # With a slot it was forked by a process in the filter: its record is in the ring.
-                if not self._tables.slots.find(child):
+                if not self._tables.slots.find(child) and self.admits(child):
                     self._adopt_one(child, self._parent_proc(child), given=False)
 
     def _parent_proc(self, pid: int) -> int | None:
@@ -155,7 +156,7 @@ class Population:
                     hint="check the pid with `ps`; in a container, give the pid as this pid namespace shows it",
                 ) from error
             return
-        slot = self._tables.slots.claim(pid)
+        slot = self._claim(pid)
         if not slot:
             os.close(pidfd)
             self._refuse(facts, self._clock())
@@ -165,6 +166,9 @@ class Population:
         self.on_image(target)
         # The process must be in the filter before its links exist, or their first hits are a stranger's.
         self._tables.procs.add(pid, slot, follow=self._follow)
+
+    def _claim(self, pid: int) -> int | None:
+        return self._tables.slots.claim(pid)
 
     def _refuse(self, facts: Facts, appeared_ns: int) -> None:
         self._send(
@@ -301,7 +305,7 @@ class Population:
 
     def _reconcile(self) -> None:
         """Slots that BPF gave to a child of which no fork record came; two looks in a row: it may be under way."""
-        strange = {(s.slot, s.tgid) for s in self._tables.slots.all() if s.slot not in self._by_slot}
+        strange = self._unknown_slots()
         for slot, pid in strange & self._strange_slots:
             now = self._clock()
             try:
@@ -322,6 +326,9 @@ class Population:
             self._linker.link_process(target, facts.start_ns)
             strange.discard((slot, pid))
         self._strange_slots = strange
+
+    def _unknown_slots(self) -> set[tuple[int, int]]:
+        return {(s.slot, s.tgid) for s in self._tables.slots.all() if s.slot not in self._by_slot}
 
     def bury(self, *, final: bool = False) -> None:
         """Last counters of ended processes whose records have all been sent; then their slots are free again."""
