@@ -29,7 +29,10 @@ MAX_ROWS = 512  # of one SITES frame
 
 @dataclass
 class _Proc:
-    """One process: the newest frame of each kind, by what it is about; `others`: links, notes and gaps in their order."""
+    """One process: the newest frame of each kind, by what it is about.
+
+    `others`: links, notes and gaps in their order; `told`: by hook, the events that earlier readers were told of.
+    """
 
     process: Body
     image: Body | None = None
@@ -42,7 +45,7 @@ class _Proc:
     site_rows: dict[int, list[Any]] = field(default_factory=dict)
     inferred: dict[int, Body] = field(default_factory=dict)
     crew: list[Any] | None = None
-    told: dict[int, int] = field(default_factory=dict)  # hook -> events that earlier readers were told of
+    told: dict[int, int] = field(default_factory=dict)
 
 
 class Retained:

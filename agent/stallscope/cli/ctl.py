@@ -79,7 +79,7 @@ def _lines(found: dict[str, Any]) -> str:
     lines += [_process(row) for row in processes]
     lines += [f"kept out: {count(n)} ({clean(why)})" for why, n in sorted(found["denied"].items())]
     if found["unreadable"]:
-        lines.append(f"can't be looked into: {count(found['unreadable'])} processes of other users (CAP_SYS_PTRACE)")
+        lines.append(f"can't be looked into: {count(found['unreadable'])} processes (stallscope doctor PID says why)")
     if found["missed"]:
         lines.append(f"ended before they could be looked at: {count(found['missed'])} (gaps in the report)")
     lost = ", ".join(f"{count(n)} {place}" for place, n in sorted(found["lost_by"].items()))

@@ -121,4 +121,4 @@ def _parse(config: Config) -> int:
         os.set_inheritable(listener.fileno(), True)
         words = [str(listener.fileno()), *map(str, users)]
         # Another image: what parses a target's bytes holds nothing of the command line's modules.
-        os.execv(sys.executable, [sys.executable, "-B", "-I", "-m", "stallscope.parser.unit", *words])
+        os.execv(sys.executable, [sys.executable, "-B", "-I", "-m", "stallscope.parser.unit", *words])  # noqa: S606

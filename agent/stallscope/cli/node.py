@@ -221,8 +221,9 @@ class Node:
             ShimSettings(None, given["sample"]),
         )  # fmt: skip
         record = self._config.record
+        settings = Settings([], True, given["sample"], LONG_NS, returns=given["returns"])
         return NodeSession(
-            Settings([], True, given["sample"], LONG_NS, returns=given["returns"]), loaded, outbox, parser, costs, shims,
+            settings, loaded, outbox, parser, costs, shims,
             admission=admission_of(self._config), reader=self, most_ended=given["processes"],
             most_bytes=None if record["folder"] is None else record["file_mb"] << 20,
         )  # fmt: skip

@@ -51,7 +51,8 @@ class NodeAggregator:
 
     def __init__(
         self, config: Config, notifier: Notifier, metrics: Metrics, tapes: Tapes | None, *,
-        stream: socket.socket | None = None, listener: socket.socket | None = None, capture_users: frozenset[int] = frozenset(),
+        stream: socket.socket | None = None, listener: socket.socket | None = None,
+        capture_users: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self._config, self._notifier, self._metrics, self._tapes = config, notifier, metrics, tapes
         self._stream, self._listener, self._users = stream, listener, capture_users
@@ -193,7 +194,7 @@ class NodeAggregator:
 
 
 def prepared(config: Config) -> tuple[Notifier, Metrics, Tapes | None]:
-    """Everything that needs rights, or modules that can't be read later. Messages about what is missing go to stderr."""
+    """Everything that needs rights, or modules that can't be read later. What is missing is told on stderr."""
     warm_up(as_json=True)
     warm_up_notify()
     notifier = Notifier(sys.stderr if config.incidents["journal"] else None, _receivers(config))

@@ -1,6 +1,6 @@
 """Incidents of a daemon, to whoever wants to know at once: the journal, a webhook, a command.
 
-Words in them come from traced programs: they are data in JSON or in one printable line, and nothing is given to a shell.
+Words in them come from traced programs: they are data in JSON or in one printable line, and no shell reads them.
 Nobody waits for a receiver: each has a thread and a queue with an end, and what is dropped or fails is counted.
 """
 
@@ -184,8 +184,8 @@ def command_of(words: Sequence[str], timeout_s: float) -> Send:
 
     def send(data: bytes) -> None:
         subprocess.run(
-            list(words), input=data, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=timeout_s, check=True,
-            cwd="/", env={"PATH": os.defpath},
+            list(words), input=data, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=timeout_s,
+            check=True, cwd="/", env={"PATH": os.defpath},
         )  # fmt: skip
 
     return send

@@ -1,7 +1,7 @@
 """/metrics of a daemon: few numbers with few labels, whose values are all from fixed sets.
 
-Sums are over the processes that the aggregator knows; when it begins anew, what it knew of those that had ended is added
-here, so that counters never go back while it lives.
+Sums are over the processes that the aggregator knows; when it begins anew, what it knew of those that had ended is
+added here, so that counters never go back while it lives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ledger:
         self.closed: Sums = Counter()
 
     def close(self, state: State, findings: Findings) -> None:
-        """A stream is over. Those that live on are told again with all that they counted, and losses with their sums."""
+        """A stream is over. Those that live on are told again with all that they counted; losses, too."""
         dead = [process for process in state.processes.table.values() if process.exit is not None]
         found = _of_processes(state, dead) + _of_stream(state, findings)
         self.closed += Counter({key: value for key, value in found.items() if key[0] != "lost"})

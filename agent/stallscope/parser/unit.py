@@ -1,7 +1,7 @@
 """The parser as a unit of its own: `python -m stallscope.parser.unit LISTENING_FD UID..`.
 
-One connection at a time, each in a process of its own without any privilege: what the bytes of one target did to it ends
-with it. A new connection ends the one before: capture makes one when it has given the old one up.
+One connection at a time, each in a process of its own without any privilege: what a target's bytes did to it ends with
+it. A new connection ends the one before: capture makes one when it has given the old one up.
 """
 
 from __future__ import annotations
