@@ -21,7 +21,7 @@ from stallscope.capture.nodepopulation import NodePopulation
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import Facts, executable_mappings, facts_of
 from stallscope.capture.retained import NodeOutbox
-from stallscope.capture.rights import require_attach_rights
+from stallscope.capture.rights import require_readable
 from stallscope.capture.session import Session, Settings
 from stallscope.capture.shims import Shims
 from stallscope.capture.target import Target
@@ -120,7 +120,7 @@ class NodeSession(Session):
             self._admission.count(why)
         elif not self._may_read(facts, is_certain):
             why = "it can't be looked into"
-        elif self.population.adopt_found(pid, since_ns) is None:
+        elif self.population.adopt_found(pid, since_ns) is None and not os.path.exists(f"/proc/{pid}"):
             self._miss(pid, since_ns)
         if why is not None:
             self._decide(facts)
@@ -132,19 +132,16 @@ class NodeSession(Session):
             self._decided.popitem(last=False)
 
     def _may_read(self, facts: Facts, is_certain: bool) -> bool:
+        who = f"pid {facts.pid} ({facts.name}, user {facts.uid})"
         try:
-            require_attach_rights(facts.pid)
+            require_readable(facts.pid, f"cannot trace {who}")
         except PermissionProblem as problem:
             # Of a process whose mappings are hidden nobody knows whether it uses CUDA: no word, but a number.
             self.unreadable += 1
             if is_certain:
                 now = self._clock()
-                self._gap(
-                    None, now, now, f"pid {facts.pid} ({facts.name}, user {facts.uid}) is not traced: {problem.why}"
-                )
-                self._say(
-                    f"pid {facts.pid} ({facts.name}, user {facts.uid}) uses CUDA and is not traced: {problem.why}"
-                )
+                self._gap(None, now, now, f"{who} is not traced: {problem.why}")
+                self._say(f"{who} uses CUDA and is not traced: {problem.why}")
             return False
         except StallscopeError:
             return True  # ended: whoever adopts it will see
@@ -159,7 +156,7 @@ class NodeSession(Session):
     def _miss(self, pid: int, since_ns: int | None) -> None:
         self.missed += 1
         now = self._clock()
-        reason = f"pid {pid} had ended before it could be looked at, or there was no room for it"
+        reason = f"pid {pid} had ended before it could be looked at"
         self._gap(None, now if since_ns is None else since_ns, now, reason)
 
     def _gap(self, count: int | None, from_ns: int, to_ns: int, reason: str, source: str = "link") -> None:

@@ -31,6 +31,8 @@ class NodePopulation(Population):
         target = self._by_pid.get(pid)
         if target is None:
             return None
+        if since_ns is not None:
+            target.appeared_ns = since_ns
         if self._follow:
             self._adopt_descendants([pid])
         for other in [other for other in self.live() if other.pid not in before]:
@@ -59,6 +61,9 @@ class NodePopulation(Population):
 
     def _claim(self, pid: int) -> int | None:
         return self._released.pop(pid, None) or super()._claim(pid)
+
+    def _uses_cuda(self, target: Target) -> bool:
+        return True
 
     def _exited(self, pid: int, code: int, ts_ns: int) -> None:
         slot = self._released.pop(pid, None)

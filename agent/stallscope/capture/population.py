@@ -343,7 +343,7 @@ class Population:
             body = exit_body(self._tables.endings.row(target.slot), dead.code)
             oom = None if self.victims is None else self.victims.holds(target.proc)
             self._send(Kind.EXIT, {"proc": target.proc, "at_ns": dead.at_ns, "oom": oom, **body})
-            if not (target.linked or self._shims.has(target)) and target.parent is not None:
+            if not (target.linked or self._shims.has(target)) and self._uses_cuda(target):
                 self._never_linked(target, dead.at_ns)
             self._shims.forget(target)
             for linked in target.linked.values():
@@ -355,6 +355,10 @@ class Population:
                 with contextlib.suppress(OSError):
                     self._tables.procs.remove(target.pid)
             self._free_slot(target.slot)
+
+    def _uses_cuda(self, target: Target) -> bool:
+        """Whether it can be expected to: what a user named may have none."""
+        return target.parent is not None
 
     def _never_linked(self, target: Target, ended_ns: int) -> None:
         self._send(

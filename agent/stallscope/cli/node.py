@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stallscope.cli.caller import Caller
 from stallscope.cli.capturing import LONG_NS, allow_files, hello
 from stallscope.control.daemon_config import Config, read_config
-from stallscope.control.server import ControlServer, listen
+from stallscope.control.server import ControlServer, listen, peer_of
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, PermissionProblem, StallscopeError
 from stallscope.wire.frames import Kind
 
@@ -102,6 +102,8 @@ class Connected:
         except OSError:
             sock.close()
             return None
+        if self.costs is not None:
+            self.costs.set("aggregate", peer_of(sock)[0])
         return sock
 
     def end(self, timeout_s: float) -> None:

@@ -82,6 +82,7 @@ def _remove_stale(path: Path, what: str) -> None:
 class _Connection:
     sock: socket.socket
     due_ns: int
+    refusal: bytes | None = None
     request: bytearray = field(default_factory=bytearray)
     answer: memoryview | None = None
 
@@ -141,7 +142,8 @@ class ControlServer:
                 why=f"it answers the users {whose} only, and this is {uid}",
                 hint="use sudo",
             )
-            self._reply(one, _failed(refusal))
+            # Told once the request is read: a socket that is closed before resets the connection.
+            one.refusal = _failed(refusal)
 
     def _advance(self, one: _Connection) -> bool:
         """Whether the connection is over."""
@@ -168,7 +170,7 @@ class ControlServer:
         line, newline, _rest = bytes(one.request).partition(b"\n")
         if not newline and data and len(one.request) <= MAX_REQUEST_BYTES:
             return False
-        self._reply(one, self._answered(line))
+        self._reply(one, one.refusal or self._answered(line))
         return True
 
     def _answered(self, line: bytes) -> bytes:
