@@ -109,7 +109,7 @@ _SCHEMA = Schema(
             "sample": Key(100.0, _rate),
             "backend": Key("auto", choice("auto", "bcc", "object")),
             "returns": Key("auto", choice("auto", "always", "never")),
-            "processes": Key(2048, integer(128, 3968)),
+            "processes": Key(2048, integer(16, 3968)),
         },
         "incidents": {
             "journal": Key(True, boolean),
