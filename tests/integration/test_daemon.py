@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -278,5 +279,8 @@ def settled(daemon: Daemon) -> tuple[int, int, int]:
 def held(daemon: Daemon) -> tuple[int, int, int]:
     """What capture holds now."""
     pid = daemon.parts["all"].pid
-    fds = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    fds = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            fds.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     return sum("bpf_link" in fd for fd in fds), sum("bpf-map" in fd for fd in fds), len(fds)

@@ -74,10 +74,12 @@ class Loop(ABC):
     Attributes:
         poller: asked while a block is suspected.
         stop_reason: why `run` returned.
+        standstill_ns: for how long, at the end, the aggregator may take nothing.
     """
 
     poller: Poller | None = None
     population: Crowd
+    standstill_ns = STANDSTILL_NS
 
     def __init__(
         self, outbox: Outbox, shims: Shims, parser: ParserClient, costs: Costs, duration_s: float | None
@@ -255,11 +257,11 @@ class Loop(ABC):
 
     def _wait_for_aggregator(self) -> None:
         """At the end nothing is lost for want of queue space, unless the aggregator stands still for long."""
-        deadline, left = self._clock() + STANDSTILL_NS, self.outbox.queued_bytes
+        deadline, left = self._clock() + self.standstill_ns, self.outbox.queued_bytes
         while not self.outbox.bulk_ok and not self.outbox.broken:
             self.outbox.flush()
             if self.outbox.queued_bytes < left:
-                deadline, left = self._clock() + STANDSTILL_NS, self.outbox.queued_bytes
+                deadline, left = self._clock() + self.standstill_ns, self.outbox.queued_bytes
             if self._clock() > deadline:
                 self.outbox.broken = True
             time.sleep(0.001)

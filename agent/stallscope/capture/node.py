@@ -64,6 +64,7 @@ class NodeSession(Session):
 
     population: NodePopulation
     population_type = NodePopulation
+    standstill_ns = 300_000_000
     outbox: NodeOutbox
 
     def __init__(
@@ -74,6 +75,7 @@ class NodeSession(Session):
         self._admission, self._reader = admission, reader
         self._most_ended, self._most_bytes = most_ended, most_bytes
         self.population.admits = self._admits
+        self._comms.frees = self._shim_comms.frees = True
         self._decided: OrderedDict[int, Facts] = OrderedDict()
         self._ended_then = 0
         self._begun_ns = self._connected_ns = self._told_ns = self._clock()

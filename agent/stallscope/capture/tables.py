@@ -55,6 +55,7 @@ class CommRows:
         self.ctl: Callable[[int], int] = tables.ctl.get
         self.keys: Callable[[], list[int]] = tables.comms.keys
         self.next: Callable[[int], int] = tables.comms.next
+        self.free: Callable[[int], None] = tables.comms.free
         self.inflight: Callable[[], list[InflightRow]] = tables.rows.inflight
 
 

@@ -38,6 +38,8 @@ CHUNK_BYTES = 1 << 18
 MEMORY_LIMIT_BYTES = 2 << 30
 TURN_S, METRICS_EVERY_S = 0.25, 2.0
 LAST_WORDS_S = 0.2
+# Of the 256 incidents that a stream may have.
+MANY_INCIDENTS, MOST_INCIDENTS, AGAIN_S = 192, 250, 300.0
 WORDS = "report, incidents, status"
 
 
@@ -62,6 +64,8 @@ class NodeAggregator:
         self._decoder, self._raw = Decoder(offset=FILE_HEADER_BYTES), bytearray()
         self._next_metrics_s = 0.0
         self._told_problem: str | None = None
+        self._begun_s = 0.0
+        self._is_over = True
         self.stopping = False
 
     def run(self) -> None:
@@ -110,6 +114,8 @@ class NodeAggregator:
                 begin = self._decoder.offset
                 self._take(frame, bytes(self._raw[:size]))
                 del self._raw[:size]
+                if self._stream is None:
+                    return
         except BadFrame as error:
             self.follower.finish(Ending(error.offset, 0, error.why))
             self._notifier.say(f"the stream of capture makes no sense and is closed: {error.why}")
@@ -126,8 +132,28 @@ class NodeAggregator:
             self._tell_tapes(self._tapes.problem)
         if is_looked:
             self._notifier.look(self.follower.state, self.follower.watch.incidents)
+            self._ask_for_another_if_full()
+        if self.follower.state.dropped is not None:
+            self._hang_up(f"the stream of capture is not listened to any more: {self.follower.state.dropped}")
         if frame.kind == Kind.BYE:
             self.follower.finish(None)
+
+    def _ask_for_another_if_full(self) -> None:
+        """Where a table turns something away, something of ours failed, or there are many incidents: capture tells
+        whoever asks anew, and what has ended is forgotten. Not while a block lasts, and not again and again."""
+        state, watch = self.follower.state, self.follower.watch
+        is_full = len(watch.incidents) >= MANY_INCIDENTS or bool(state.overflow.turned_away)
+        if not (is_full or state.faults) or time.monotonic() - self._begun_s < AGAIN_S:
+            return
+        if state.faults:
+            sys.stderr.write(f"{state.faults.first}\n")
+            self._hang_up(f"the aggregator begins anew: {state.faults.notes()[0]}")
+        elif len(watch.incidents) >= MOST_INCIDENTS or all(one.end_ns is not None for one in watch.incidents):
+            self._hang_up("the aggregator begins anew: its tables are full")
+
+    def _hang_up(self, why: str) -> None:
+        self._notifier.say(why)
+        self._close_stream()
 
     def _tell_tapes(self, problem: str | None) -> None:
         if problem != self._told_problem:
@@ -141,9 +167,13 @@ class NodeAggregator:
             self._metrics.ledger.close(self.follower.state, self.follower.watch)
             self._notifier.forget()
             self.follower = Follower()
+        self._begun_s, self._is_over = time.monotonic(), False
         self.streams += 1
 
     def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
         state = self.follower.state
         if not state.complete:
             self.follower.finish(Ending(self._decoder.offset, 0))
