@@ -53,10 +53,11 @@ class Daemon:
     Args:
         user: whose processes are traced.
         settings: further lines of the configuration.
+        words: how stallscope is started.
     """
 
-    def __init__(self, folder: Path, user: int, settings: str = "") -> None:
-        self.folder, self.user = folder, user
+    def __init__(self, folder: Path, user: int, settings: str = "", words: Sequence[str] = STALLSCOPE) -> None:
+        self.folder, self.user, self.words = folder, user, words
         folder.chmod(0o755)
         self.run_folder = folder / "run"
         self.run_folder.mkdir()
@@ -76,7 +77,7 @@ class Daemon:
 
     def start(self, role: str, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
         """One process; "all" is the whole of it."""
-        command = [*prefix, *STALLSCOPE, "daemon", "--config", str(self.config), "--role", role]
+        command = [*prefix, *self.words, "daemon", "--config", str(self.config), "--role", role]
         env = dict(os.environ, PYTHONPATH=str(ROOT / "agent"))
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
