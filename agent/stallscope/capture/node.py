@@ -18,6 +18,7 @@ from stallscope.capture.discovery import Lost, Mapped
 from stallscope.capture.libmatch import is_shim, match
 from stallscope.capture.loader import Loaded
 from stallscope.capture.nodepopulation import NodePopulation
+from stallscope.capture.oom import Victims
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import Facts, executable_mappings, facts_of
 from stallscope.capture.retained import NodeOutbox
@@ -223,6 +224,8 @@ class NodeSession(Session):
         for reader in (self._comms, self._shim_comms):
             reader.tell_again(now)
         self._suspicion.tell_again(now)
+        if self.population.victims is not None:  # it tells so many and no more
+            self.population.victims = Victims(self.outbox.send, self.population.live)
         self._told_flying = False
         self._ended_then = ended
         self.streams += 1
