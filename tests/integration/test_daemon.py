@@ -134,7 +134,7 @@ def test_state_survives_an_aggregator_that_is_killed(folder: Path) -> None:
     with Daemon(folder, user) as daemon:
         daemon.start("all")
         daemon.wait_for("watching this node")
-        with job(folder, user, "--ranks=4", "--duration=90", "--fault=never:rank=1,step=800", "--load-time=0.3"):
+        with job(folder, user, "--ranks=4", "--duration=90", "--fault=never:rank=1,step=500", "--load-time=0.3"):
             until(lambda: len(traced(daemon)) == 4, "ranks")
             until(lambda: launches(daemon.ask("report")) > 2000, "launches")
             before, counted = daemon.ask("status"), launches(daemon.ask("report"))
