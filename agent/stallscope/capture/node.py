@@ -33,7 +33,8 @@ __all__ = ["NodeSession", "Reader"]
 
 FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 100_000_000, 10_000_000_000
 SETTLED_NS = 30_000_000_000  # an aggregator that lived so long is started again at once
-MAX_DECIDED = 4096
+MAX_DECIDED = MAX_STRANGERS = 4096
+BUDGET_NS = 20_000_000
 MAX_TOLD = 64
 JITTER_NS = 5_000_000
 
@@ -78,6 +79,8 @@ class NodeSession(Session):
         self.population.admits = self._admits
         self._comms.frees = self._shim_comms.frees = True
         self._decided: OrderedDict[int, Facts] = OrderedDict()
+        self._strangers: OrderedDict[int, int] = OrderedDict()
+        self._rescan_ns = 0
         self._ended_then = 0
         self._begun_ns = self._connected_ns = self._told_ns = self._clock()
         self._pause_ns, self._retry_ns = FIRST_PAUSE_NS, 0
@@ -106,7 +109,19 @@ class NodeSession(Session):
 
     def _stranger(self, event: Mapped) -> None:
         if event.pid != os.getpid() and match(event.path):
-            self._consider(event.pid, event.at_ns, is_certain=True)
+            if len(self._strangers) < MAX_STRANGERS or event.pid in self._strangers:
+                self._strangers.setdefault(event.pid, event.at_ns)
+            else:
+                self._rescan_ns = min(self._rescan_ns or event.at_ns, event.at_ns)
+
+    def _read_mappings(self) -> None:
+        """Then the strangers, for some ms: whoever starts processes by the thousand must not stop the loop."""
+        super()._read_mappings()
+        end_ns = self._clock() + BUDGET_NS
+        while self._strangers and self._clock() < end_ns:
+            pid, at_ns = self._strangers.popitem(last=False)
+            if self.population.by_pid(pid) is None:
+                self._consider(pid, at_ns, is_certain=True)
 
     def _consider(self, pid: int, since_ns: int | None, *, is_certain: bool) -> None:
         """Trace it if the rules say so. `is_certain`: it has mapped a library of CUDA."""
@@ -177,7 +192,7 @@ class NodeSession(Session):
 
     def _look_again(self, event: Lost, since_ns: int) -> None:
         super()._look_again(event, since_ns)
-        self.scan(since_ns)
+        self._rescan_ns = min(self._rescan_ns or since_ns, since_ns)
 
     def _is_over(self) -> bool:
         return False
@@ -189,6 +204,9 @@ class NodeSession(Session):
             self._told_ns = now
         if is_slow:
             self._linker.let_go_of_idle()
+            if self._rescan_ns:  # milliseconds on a node with many processes
+                since_ns, self._rescan_ns = self._rescan_ns, 0
+                self.scan(since_ns)
             self._begin_anew_if_full()
 
     def _begin_anew_if_full(self) -> None:

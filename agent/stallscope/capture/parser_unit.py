@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from pathlib import Path
 
 from stallscope.capture.parser_client import ParserClient, ParserFailed
 
 __all__ = ["ParserUnit"]
+
+PAUSE_S = 0.05
 
 
 class ParserUnit(ParserClient):
@@ -18,14 +22,18 @@ class ParserUnit(ParserClient):
         self._path = path
 
     def start(self, uid: int = 0, gid: int = 0) -> None:
-        """Connect, unless that is done. Raises ParserFailed."""
-        if self._sock is not None:
-            return
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(self._deadline_s)
-            sock.connect(str(self._path))
-        except OSError as error:
-            sock.close()
-            raise ParserFailed("cannot reach the parser", str(self._path), str(error), died=True) from error
-        self._sock = sock
+        """Connect, unless that is done; while the unit is started again, wait for it. Raises ParserFailed."""
+        end = time.monotonic() + self._deadline_s / 2
+        while self._sock is None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(self._deadline_s)
+                sock.connect(str(self._path))
+            except OSError as error:
+                sock.close()
+                if time.monotonic() > end:
+                    why = os.strerror(error.errno or 0)
+                    raise ParserFailed("cannot reach the parser", str(self._path), why, died=True) from error
+                time.sleep(PAUSE_S)
+                continue
+            self._sock = sock

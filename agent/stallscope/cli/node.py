@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from stallscope.capture.admission import Admission
     from stallscope.capture.costs import Costs
     from stallscope.capture.node import NodeSession
+    from stallscope.capture.parser_client import ParserClient
 
 __all__ = ["Node", "admission_of"]
 
 PRIORITY = -10
 LAST_FRAMES_S, LAST_REPORT_S = 0.3, 0.4
+PARSER_S = 15.0
 WORDS = "status, sample RATE, reload, stop"
 
 
@@ -184,7 +186,7 @@ class Node:
 
         parser = ParserClient() if self._with_parts else ParserUnit(self._config.places.parser)
         stack.callback(parser.close)
-        parser.start(self._who.drop_uid, self._who.drop_gid)
+        self._start(parser)
         poller = stack.enter_context(contextlib.closing(Poller()))
         poller.start(self._who.drop_uid, self._who.drop_gid)
         costs = Costs({"capture": os.getpid(), "parser": parser.pid or 0, "poller": poller.pid or 0})
@@ -200,6 +202,20 @@ class Node:
         finally:
             session.close()
             session.outbox.close(LAST_FRAMES_S)
+
+    def _start(self, parser: ParserClient) -> None:
+        """Units are started side by side: it may take a moment until it listens. Raises CaptureProblem."""
+        from stallscope.capture.parser_client import ParserFailed
+
+        end = time.monotonic() + (0 if self._with_parts else PARSER_S)
+        while not self._stop:
+            try:
+                parser.start(self._who.drop_uid, self._who.drop_gid)
+                return
+            except ParserFailed as problem:
+                if time.monotonic() > end:
+                    hint = "systemctl status stallscope-parser" if not self._with_parts else "stallscope doctor"
+                    raise CaptureProblem("cannot watch this node", why=str(problem), hint=hint) from problem
 
     def _make_session(self, parser: Any, costs: Costs) -> NodeSession:
         from stallscope.capture.linkstyle import best_style

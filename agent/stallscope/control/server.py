@@ -21,7 +21,7 @@ from stallscope.errors import ArgumentProblem, CaptureProblem, PermissionProblem
 
 __all__ = ["ControlServer", "listen", "peer_of"]
 
-MAX_CONNECTIONS = 8
+MAX_CONNECTIONS, MAX_REFUSED = 8, 4
 MAX_REQUEST_BYTES = 16 << 10
 CHUNK_BYTES = 1 << 16
 REQUEST_NS, STANDSTILL_NS = 2_000_000_000, 10_000_000_000
@@ -136,6 +136,8 @@ class ControlServer:
         _pid, uid = peer_of(sock)
         if uid not in self._owners:
             self.refused += 1
+            if sum(other.refusal is not None for other in self._open) >= MAX_REFUSED:
+                one.due_ns = 0
             whose = ", ".join(str(owner) for owner in sorted(self._owners))
             refusal = PermissionProblem(
                 "cannot talk to the daemon",
