@@ -86,16 +86,15 @@ class Daemon:
         return process
 
     def start_units(self, capabilities: Sequence[str] = FOUR) -> None:
-        """As three units; capture with these capabilities."""
+        """As three units, in no order; capture with these capabilities."""
         for name, uid in (("capture", CAPTURE), ("parser", PARSER), ("aggregate", AGGREGATE)):
             place = self.run_folder / f"stallscope-{name}"
             place.mkdir()
             os.chown(place, uid, uid)
+        self.start("capture", as_user(CAPTURE, capabilities))
         self.start("parser", as_user(PARSER))
         self.start("aggregate", as_user(AGGREGATE))
         self.lines["aggregate"].wait_for("ready for streams")
-        until((self.run_folder / "stallscope-parser" / "parser.sock").exists, "parser")
-        self.start("capture", as_user(CAPTURE, capabilities))
 
     def wait_for(self, start: str, role: str = "all", deadline_s: float = DEADLINE_S) -> str:
         """The next line of a part that begins so."""

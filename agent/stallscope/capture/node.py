@@ -31,7 +31,7 @@ from stallscope.wire.frames import Kind
 
 __all__ = ["NodeSession", "Reader"]
 
-FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 100_000_000, 10_000_000_000
+FIRST_PAUSE_NS, LONGEST_PAUSE_NS, ABSENT_PAUSE_NS = 100_000_000, 10_000_000_000, 500_000_000
 SETTLED_NS = 30_000_000_000  # an aggregator that lived so long is started again at once
 MAX_DECIDED = MAX_STRANGERS = 4096
 BUDGET_NS = 20_000_000
@@ -224,11 +224,12 @@ class NodeSession(Session):
         if now >= self._retry_ns:
             if self._connected_ns and now - self._connected_ns > SETTLED_NS:
                 self._pause_ns = FIRST_PAUSE_NS
-            self._retry_ns = now + self._pause_ns
-            self._pause_ns = min(2 * self._pause_ns, LONGEST_PAUSE_NS)
             sock = self._reader.connect()
-            if sock is not None:
-                self._connected_ns = now
+            if sock is None:
+                self._retry_ns = now + ABSENT_PAUSE_NS
+            else:
+                self._connected_ns, self._retry_ns = now, now + self._pause_ns
+                self._pause_ns = min(2 * self._pause_ns, LONGEST_PAUSE_NS)
                 self.outbox.reopen(sock)
                 self.begin_stream("the aggregator was restarted")
         return True

@@ -71,7 +71,7 @@ class Spawned:
                 )  # fmt: skip
             except OSError as error:
                 ours.close()
-                print(f"stallscope: cannot start the aggregator: {error.strerror}", file=sys.stderr, flush=True)
+                _say(f"stallscope: cannot start the aggregator: {error.strerror}")
                 return None
         if self.costs is not None:
             self.costs.set("aggregate", self._process.pid)
@@ -266,10 +266,9 @@ class Node:
 
     def _say_started(self, session: NodeSession) -> None:
         count = len(session.population.live())
-        print(f"watching this node: {count} processes use CUDA now", file=sys.stderr)
+        _say(f"watching this node: {count} processes use CUDA now")
         for note in self._missing:
-            print(f"note: {note}", file=sys.stderr)
-        sys.stderr.flush()
+            _say(f"note: {note}")
 
     def _turn(self) -> bool:
         """Between two looks: what people want. Whether it is over."""
@@ -278,9 +277,9 @@ class Node:
         if self._reload:
             self._reload = False
             try:
-                print(self._read_again(), file=sys.stderr, flush=True)
+                _say(self._read_again())
             except StallscopeError as error:
-                print(f"stallscope: the old configuration stays: {error}", file=sys.stderr, flush=True)
+                _say(f"stallscope: the old configuration stays: {error}")
         return self._stop
 
     def _read_again(self) -> str:
@@ -329,6 +328,12 @@ class Node:
             raise ArgumentProblem("cannot set the sample rate", why=str(error), hint="as in: sample 1/100") from error
         session.sample(one_in)
         return f"1 in {one_in:g} launches, copies and short waits is recorded from now on; counts stay exact\n"
+
+
+def _say(text: str) -> None:
+    """On stderr, which may be a terminal that is gone: a SIGHUP comes then, too."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _require_rights() -> list[str]:
