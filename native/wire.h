@@ -72,7 +72,7 @@ enum wire_ctl {
   WIRE_SEEN_ORPHAN = 8,       /* return without an entry: the call began before the link */
   WIRE_SEEN_NO_COMM = 9,      /* communicator table full: operation without sequence number */
   WIRE_SEEN_NO_SLOT = 10,     /* forked child found no free process slot */
-  WIRE_COMM_TAKEN = 11,       /* rows of the communicator table that are in use; no loss */
+  WIRE_COMM_TAKEN = 11,       /* rows of the communicator table that were taken so far; no loss */
   WIRE_COMM_MADE = 12,        /* communicators whose creation returned; no loss */
   WIRE_CONF_TGID = 16,        /* offset of task_struct.tgid */
   WIRE_CONF_SIGNAL = 17,      /* offset of task_struct.signal */

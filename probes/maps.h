@@ -121,7 +121,8 @@ INL int is_mine(struct wire_row *r, u64 cookie) {
 
 /* The counter of a communicator's operations: open addressing like the rows, because a hash map costs 50 ns more.
  * One key for both words, because only 8 bytes can be claimed at once: the multiple spreads tgids so far apart that two
- * communicators share a key by an accident of addresses only. 0 = free. */
+ * communicators share a key by an accident of addresses only. 0 = free: rows of processes that have ended are given back, so
+ * that a free row does not end the search for one that is there. */
 INL u64 *sequence_of(u32 tgid, u64 comm) {
   u64 key = comm + (u64)tgid * 0x9e3779b97f4a7c15ull;
   u32 i = (u32)(key * 0x9e3779b97f4a7c15ull >> (64 - WIRE_COMM_BITS));
@@ -131,6 +132,12 @@ INL u64 *sequence_of(u32 tgid, u64 comm) {
     struct wire_comm *c = comms.lookup(&k);
     if (!c) return 0;
     if (c->key == key) return &c->next;
+  }
+#pragma unroll
+  for (int j = 0; j < COMM_PROBES; j++) {
+    u32 k = (i + j) & (COMM_ROWS - 1);
+    struct wire_comm *c = comms.lookup(&k);
+    if (!c) return 0;
     if (c->key) continue;
     u64 seen = __sync_val_compare_and_swap(&c->key, 0, key);
     if (!seen) bump(WIRE_COMM_TAKEN);

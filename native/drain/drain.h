@@ -56,6 +56,9 @@ void counters__close(struct counters *c);
 int counters__changed(struct counters *c, uint32_t slot, struct counters_delta *out);
 int counters__zero(struct counters *c, uint32_t slot);
 
+/* tally.c: adds the call events among `n` records, `stride` bytes apart, to table[slot * WIRE_HOOKS + hook]. */
+void tally__add(const uint8_t *recs, uint32_t n, uint32_t stride, uint64_t *table);
+
 /* table.c: a small array map as rows of 64-bit words. */
 struct table;
 int table__open(int fd, uint32_t row_words, uint32_t rows, struct table **out);

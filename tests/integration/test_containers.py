@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import unavailable
+from daemon_kit import Daemon, until
 from harness import ROOT, SIM_LIB, TARGETS, Program, Tracer, balance
 from test_attach_counts import hooked, own
 
@@ -110,3 +112,37 @@ def test_tracer_in_a_privileged_container(podman: list[str]) -> None:
     assert truth["calls"]["cudaLaunchKernel"] == 7
     (process,) = [p for p in report["processes"] if p["traced"]]
     assert process["pid"] == truth["pid"] < 100
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["on the host", "in a privileged container"])
+def test_a_daemon_sees_two_containers(containers: list[Container], podman: list[str], inside: bool) -> None:
+    """Two containers of one layer, allowed by their ids: each call once, the right ids; the third is kept out."""
+    pids = [container.started() for container in containers]
+    ids = [container.id_file.read_text().strip() for container in containers]
+    with tempfile.TemporaryDirectory(prefix="stallscope-daemon-") as name:
+        folder = Path(name)
+        with Daemon(folder, 0) as daemon:
+            daemon.write("", rules="".join(f'[[allow]]\ncontainer = "{one[:12]}"\n' for one in ids[:2]))
+            around = [*podman, "--privileged", "--pid=host", "-v", f"{folder}:{folder}", "--rootfs", "/:O"]
+            daemon.start("all", around if inside else [])
+            daemon.wait_for("watching this node", deadline_s=120)
+            until(lambda: len(daemon.ask("status")["processes"]) == 2, "two processes")
+            for container in containers:
+                container.say()
+            truths = [container.truth() for container in containers]
+            until(lambda: daemon.ask("status")["ended"] >= 2, "their ends")
+            report = until(lambda: _whole(daemon.ask("report"), pids[:2]), "their last counters")
+            assert daemon.ask("status")["denied"]["no allow rule is met"] >= 1
+            assert daemon.ctl("stop").returncode == 0
+            daemon.parts["all"].wait(60)
+    for pid, one, truth in zip(pids[:2], ids, truths, strict=False):
+        assert own(report, pid) == hooked(truth["calls"])
+        (process,) = [p for p in report["processes"] if p["pid"] == pid]
+        assert (process["container_id"], process["ns_pid"]) == (one, 1)
+    assert {process["pid"] for process in report["processes"] if process["traced"]} == set(pids[:2])
+
+
+def _whole(report: dict[str, Any], pids: list[int]) -> dict[str, Any] | None:
+    """Once all of these have ended."""
+    ended = {p["pid"] for p in report["processes"] if p["exit"] is not None}
+    return report if ended >= set(pids) else None

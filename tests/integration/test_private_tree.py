@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import pty
 import re
 import site
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
+from daemon_kit import Daemon, fresh_user, job, until
 from harness import TARGETS, Program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,3 +125,58 @@ sys.exit(process.wait())
 """
     done = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and "cudaStreamSynchronize" in done.stdout
+
+
+class _Hook(http.server.BaseHTTPRequestHandler):
+    """Keeps what is posted."""
+
+    got: list[dict[str, Any]] = []  # noqa: RUF012 - of the one test that uses it
+
+    def do_POST(self) -> None:
+        self.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_hooks_and_metrics_of_a_daemon(python: Path) -> None:
+    """Name resolution, HTTP, JSON, a command, the report: all of it after the aggregator has become nobody."""
+    _Hook.got.clear()
+    with (
+        tempfile.TemporaryDirectory(prefix="stallscope-daemon-") as name,
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hook) as server,
+        socket.socket() as spare,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        spare.bind(("127.0.0.1", 0))
+        port = spare.getsockname()[1]
+        spare.close()
+        folder, user = Path(name), fresh_user()
+        (folder / "out").mkdir(mode=0o777)
+        (folder / "out").chmod(0o777)
+        command = ["/bin/sh", "-c", 'cat > "$0"', str(folder / "out" / "message")]
+        settings = f"[incidents]\nwebhook = 'http://localhost:{server.server_address[1]}/x'\ncommand = {command}\n"
+        settings += f"[metrics]\nport = {port}\n"
+        with Daemon(folder, user, settings, words=[str(python), "-m", "stallscope.cli.main"]) as daemon:
+            daemon.start("all")
+            daemon.wait_for("watching this node")
+            with job(folder, user, "--ranks=2", "--duration=60", "--fault=never:rank=1,step=60"):
+                line = daemon.wait_for("incident NOT_ARRIVED rank 1 id ")
+                until(lambda: _Hook.got and (folder / "out" / "message").exists(), "messages")
+                until(lambda: daemon.ask("status")["aggregate"]["hooks"]["command"].get("sent"), "the command's end")
+                assert _Hook.got[0] == json.loads((folder / "out" / "message").read_text())
+                assert line.split()[5].removesuffix(":") == _Hook.got[0]["id"]
+                assert daemon.ask("report")["incidents"][0]["class"] == "NOT_ARRIVED"
+                metrics = until(lambda: _counted(port), "the incident in /metrics")
+                assert 'stallscope_notifications_total{hook="webhook",outcome="sent"}' in metrics
+            daemon.stop()
+            assert "Traceback" not in daemon.lines["all"].rest()
+        server.shutdown()
+
+
+def _counted(port: int) -> str | None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text if 'stallscope_incidents_total{class="NOT_ARRIVED"} 1.0' in text else None

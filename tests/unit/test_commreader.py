@@ -202,3 +202,24 @@ def test_a_library_that_tells_nothing() -> None:
         world.comm(100, 0x1000, 0)
         (body,) = world.look(30)
         assert (body["by"], body["start"], body["data"], world.asked) == (None, b"", b"", 1)
+
+
+def test_rows_of_ended_processes_are_given_back() -> None:
+    """A daemon's table would be full one day: of who has ended, and of who came and went between two looks."""
+    world = World((100, 200))
+    world.reader.frees = True
+    world.reader._table.free = lambda row: world.rows.__setitem__(row, [0, 0])  # type: ignore[method-assign]
+    for row, (pid, pointer) in enumerate([(100, 0x5000), (200, 0x5000), (300, 0x5001)]):
+        world.key(row, pid, pointer)
+        world.comm(pid, pointer, row)
+    world.look(3)
+    assert [row[0] != 0 for row in world.rows[:3]] == [True, True, True]
+    world.targets[0].ended = True
+    gone = world.targets.pop(0)
+    world.look(60)  # ten seconds, in which the third might have turned out to be somebody's
+    assert [row[0] != 0 for row in world.rows[:3]] == [False, True, False]
+    world.targets.append(gone.__class__(**{**gone.__dict__, "ended": False, "proc": 1001}))
+    world.key(0, 100, 0x5000)  # the pid again, and the address
+    told = len(world.sent)
+    world.look(3)
+    assert {frame["proc"] for frame in world.sent[told:]} == {1001}

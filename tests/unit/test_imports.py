@@ -19,7 +19,8 @@ ALLOWED = {
     "diagnose": {"diagnose", "aggregate", "wire", "errors"},
     "output": {"output", "diagnose", "aggregate", "wire", "errors"},
     "sim": {"sim"},
-    "cli": {"cli", "capture", "output", "diagnose", "aggregate", "wire", "errors", "paths"},
+    "control": {"control", "errors"},
+    "cli": {"cli", "control", "capture", "output", "diagnose", "aggregate", "wire", "errors", "paths"},
 }
 CLOCKS = {"time", "datetime", "os", "socket", "subprocess", "random", "secrets"}
 DANGEROUS = {"pickle", "marshal", "shelve"}

@@ -14,7 +14,7 @@ LIMITS = {
     "histograms": 16384,
     "longest lists": 32768,
     "notes": 256,
-    "gaps": 1024,
+    "gaps": 8192,
     "communicators": 4096,
     "communicator members": 16384,
     "communicator creations": 16384,

@@ -164,7 +164,7 @@ class Operations:
         if issuer is None or place is None or not row.next:
             return
         place.next_n = place.next_n or 0  # the table counts from the creation on
-        calls = sum(count.calls for hook, count in process.counts.items() if self.is_told[hook])
+        calls = sum(c.calls - c.filtered for hook, c in process.counts.items() if self.is_told[hook])
         issuer.entries = max(issuer.entries, calls - self._waiting_of(process))
         self._tables.append((process, row, at_ns))
         if len(self._tables) > MAX_TABLES:

@@ -37,10 +37,10 @@ class ProcsMap:
 
 
 class Comms:
-    """The table of communicators (native/wire.h, wire_comm): rows are taken once and never freed."""
+    """The table of communicators (native/wire.h, wire_comm): programs take rows, a daemon gives them back."""
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, 16 << lib.WIRE_COMM_BITS, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._map = mmap.mmap(fd, 16 << lib.WIRE_COMM_BITS, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._words = memoryview(self._map).cast("Q")
 
     def keys(self) -> list[int]:
@@ -50,6 +50,11 @@ class Comms:
     def next(self, row: int) -> int:
         """How many operations were numbered there."""
         return self._words[2 * row + 1]
+
+    def free(self, row: int) -> None:
+        """Of a process that has ended: nobody writes it any more."""
+        self._words[2 * row + 1] = 0
+        self._words[2 * row] = 0  # last: then it is another's
 
     def close(self) -> None:
         """Unmap."""

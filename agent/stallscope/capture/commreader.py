@@ -41,6 +41,7 @@ ENOUGH = 3  # for a vote
 TOLD_AT = (1, ENOUGH, SAMPLES)
 MAX_UNREAD = 3
 MAX_FILES = 256
+FREE_EVERY_NS, PASSED_NS = 1_000_000_000, 10_000_000_000
 UNKNOWN = CommPlace(None, 0, None, 0, None)
 
 
@@ -55,6 +56,9 @@ class CommTable(Protocol):
 
     def next(self, row: int) -> int:
         """How many operations were numbered there."""
+
+    def free(self, row: int) -> None:
+        """Give it back: its process has ended."""
 
     def inflight(self) -> list[InflightRow]:
         """Threads that are inside a call now."""
@@ -88,6 +92,9 @@ class _Entry:
 class CommReader:
     """Sends COMM frames; `look` costs two loads when nothing is new.
 
+    Attributes:
+        frees: whether rows of ended processes are given back, as is needed where there is no end.
+
     Args:
         table: asked for new communicators.
         parser: asked once for each file that has an NCCL.
@@ -105,7 +112,10 @@ class CommReader:
         self._entries: dict[int, _Entry] = {}
         self._due: dict[int, _Entry] = {}
         self._unsampled: dict[int, _Entry] = {}
-        self._passed: set[int] = set()
+        self._passed: dict[int, int] = {}
+        self.frees = False
+        self._freed = 0
+        self._next_free_ns = 0
         self._files: dict[tuple[int, ...], CommPlace] = {}
         self._taken = self._made = 0
         self._next_ns = 0
@@ -123,7 +133,10 @@ class CommReader:
                 self._read_soon(entry, now)
         if taken != self._taken:
             self._find(targets, now)
-            self._taken = len(self._entries) + len(self._passed)
+            self._taken = len(self._entries) + len(self._passed) + self._freed
+        if self.frees and now >= self._next_free_ns:
+            self._next_free_ns = now + FREE_EVERY_NS
+            self._free_ended(targets, now)
         if self._due:
             self._read_due(now)
         if self._unsampled:
@@ -133,6 +146,18 @@ class CommReader:
         entry.due_ns, entry.tries = now + PERIOD_NS // 2, 0
         self._due[entry.row] = entry
 
+    def tell_again(self, now: int) -> None:
+        """To a reader who was told nothing: what is known at once, and NCCL's counters as they are from now on."""
+        for entry in list(self._entries.values()):
+            if entry.target.ended:
+                self._forget(entry)
+                continue
+            entry.samples, entry.sampled_ns, entry.unread = [], None, 0
+            if entry.told is not None:
+                self._tell(entry, now)
+            if self._wants_samples and _is_finished((entry.told or (b"", b""))[1]) and entry.place.seq_at is not None:
+                self._unsampled[entry.row] = entry
+
     def _find(self, targets: Sequence[Target], now: int) -> None:
         keys = self._table.keys()
         fresh = [(row, key) for row, key in enumerate(keys) if key and row not in self._entries]
@@ -140,10 +165,25 @@ class CommReader:
         for row, key in fresh[:NEW_A_LOOK]:
             owner = self._owner(targets, key)
             if owner is None:
-                self._passed.add(row)
+                self._passed[row] = now
             else:
                 self._entries[row] = _Entry(row, *owner, due_ns=now)
                 self._read_soon(self._entries[row], now)
+
+    def _free_ended(self, targets: Sequence[Target], now: int) -> None:
+        ended = [entry for entry in self._entries.values() if entry.target.ended]
+        for entry in ended:
+            self._forget(entry)
+            del self._passed[entry.row]
+        old = [row for row, since_ns in self._passed.items() if now - since_ns > PASSED_NS]
+        keys = self._table.keys() if old else []
+        # Its process came and went between two looks, unless it is one of those that came since.
+        nobodys = [row for row in old if self._owner(targets, keys[row]) is None]
+        for row in nobodys:
+            del self._passed[row]
+        for row in (*(entry.row for entry in ended), *nobodys):
+            self._table.free(row)
+            self._freed += 1
 
     def _owner(self, targets: Sequence[Target], key: int) -> tuple[Target, int] | None:
         """Whose key that is: addresses are below 2^57, other processes' keys rarely look like one."""
@@ -186,7 +226,7 @@ class CommReader:
     def _forget(self, entry: _Entry) -> None:
         for table in (self._entries, self._due, self._unsampled):
             table.pop(entry.row, None)
-        self._passed.add(entry.row)
+        self._passed[entry.row] = self._next_ns
 
     def _fitting(self, entry: _Entry) -> tuple[CommPlace, bytes, bytes]:
         """The library whose offsets make sense of the memory, else the first; and the memory."""

@@ -27,6 +27,10 @@ class Costs:
     def __init__(self, pids: dict[str, int]) -> None:
         self._pids = pids
 
+    def set(self, name: str, pid: int) -> None:
+        """That process was started again."""
+        self._pids[name] = pid
+
     def measure(self, at_ns: int) -> dict[str, Any]:
         """Body of a COST frame."""
         found = {name: _one(pid) for name, pid in self._pids.items()}

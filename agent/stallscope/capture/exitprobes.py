@@ -26,7 +26,7 @@ _PYTHON = re.compile(r"libpython\d[\w.]*")
 # Most programs are over sooner: their probes would cost more than they do.
 LEAST_AGE_NS = 300_000_000
 A_LOOK = 8
-MAX_FILES = 256
+MAX_FILES, MAX_REASONS = 256, 64
 DEADLINE_S = 1.0
 
 
@@ -91,7 +91,7 @@ class ExitProbes:
                 links[key] = UprobeLink.attach(self._program, fd, offsets, cookies, target.pid, is_return=False)
         except StallscopeError as problem:
             if not target.ended and os.path.exists(f"/proc/{target.pid}"):
-                self.failed[problem.why] = self.failed.get(problem.why, 0) + 1
+                self._fail(problem.why)
         finally:
             os.close(fd)
 
@@ -104,11 +104,15 @@ class ExitProbes:
             try:
                 found = self._parser.symbols(fd, NAMES, deadline_s=DEADLINE_S).symbols
             except (ParserFailed, OSError) as problem:
-                why = problem.why if isinstance(problem, ParserFailed) else str(problem)
-                self.failed[why] = self.failed.get(why, 0) + 1
+                self._fail(problem.why if isinstance(problem, ParserFailed) else str(problem))
                 return []
             self._offsets[key] = sorted({symbol.probe_offset for symbol in found.values()})
         return self._offsets[key]
+
+    def _fail(self, why: str) -> None:
+        if why not in self.failed and len(self.failed) >= MAX_REASONS:
+            why = "other reasons"
+        self.failed[why] = self.failed.get(why, 0) + 1
 
     def close(self) -> None:
         """Take every probe away, soon."""

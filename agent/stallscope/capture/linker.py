@@ -123,6 +123,14 @@ class Linker:
         target.ranges = list(parent.ranges)
         self._set_ranges(target.slot, target.ranges)
 
+    def let_go_of_idle(self) -> None:
+        """Unfiltered links that nobody needs any more."""
+        self._sharing.let_go_of_idle()
+
+    def shared_links(self) -> int:
+        """How many unfiltered links there are."""
+        return sum(map(len, self._sharing.links()))
+
     def must_untime(self, target: Target) -> bool:
         """Whether return probes of this process's own stand in an image that may have none."""
         timed = any(linked.returns for linked in target.linked.values())

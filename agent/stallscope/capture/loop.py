@@ -75,10 +75,12 @@ class Loop(ABC):
     Attributes:
         poller: asked while a block is suspected.
         stop_reason: why `run` returned.
+        standstill_ns: for how long, at the end, the aggregator may take nothing.
     """
 
     poller: Poller | None = None
     population: Crowd
+    standstill_ns = STANDSTILL_NS
 
     def __init__(
         self, outbox: Outbox, shims: Shims, parser: ParserClient, costs: Costs, duration_s: float | None
@@ -115,10 +117,18 @@ class Loop(ABC):
                 self.stop_reason = "asked to stop"
             elif end_ns is not None and now >= end_ns:
                 self.stop_reason = "duration over"
-            elif not self.population.any_live():
+            elif self._is_over():
                 self.stop_reason = "targets ended"
-            elif self.outbox.broken:
+            elif self.outbox.broken and not self._finds_reader(now):
                 self.stop_reason = "aggregator gone"
+
+    def _is_over(self) -> bool:
+        """Whether nothing more can come."""
+        return not self.population.any_live()
+
+    def _finds_reader(self, now: int) -> bool:
+        """The aggregator is gone: whether to go on without it."""
+        return False
 
     @abstractmethod
     def _pause(self) -> None:
@@ -251,11 +261,11 @@ class Loop(ABC):
 
     def _wait_for_aggregator(self) -> None:
         """At the end nothing is lost for want of queue space, unless the aggregator stands still for long."""
-        deadline, left = self._clock() + STANDSTILL_NS, self.outbox.queued_bytes
+        deadline, left = self._clock() + self.standstill_ns, self.outbox.queued_bytes
         while not self.outbox.bulk_ok and not self.outbox.broken:
             self.outbox.flush()
             if self.outbox.queued_bytes < left:
-                deadline, left = self._clock() + STANDSTILL_NS, self.outbox.queued_bytes
+                deadline, left = self._clock() + self.standstill_ns, self.outbox.queued_bytes
             if self._clock() > deadline:
                 self.outbox.broken = True
             time.sleep(0.001)

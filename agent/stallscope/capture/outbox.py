@@ -26,22 +26,27 @@ class Outbox:
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        self._queue: deque[memoryview] = deque()
+        self.reopen(sock)
+
+    def reopen(self, sock: socket.socket) -> None:
+        """Send to this aggregator from now on; what waited for the one before is forgotten."""
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self._socket = sock
-        self._queue: deque[memoryview] = deque()
+        self._queue.clear()
         self.queued_bytes = self._unsent_bytes = 0
         self.broken = False
 
     @property
     def bulk_ok(self) -> bool:
-        """Whether there is room for frames that may wait in their ring."""
-        return self.queued_bytes < BULK_LIMIT_BYTES
+        """Whether there is room for frames that may wait in their ring; not while nobody takes any."""
+        return self.queued_bytes < BULK_LIMIT_BYTES and not self.broken
 
     @property
     def vital_ok(self) -> bool:
         """Whether there is room for any frame."""
-        return self.queued_bytes < HARD_LIMIT_BYTES
+        return self.queued_bytes < HARD_LIMIT_BYTES and not self.broken
 
     def send(self, kind: Kind, body: dict[str, Any]) -> None:
         """Queue one frame; many go together, at the next `flush` or when they are many.

@@ -74,6 +74,7 @@ class Population:
         self.ancestors = Ancestors(send, clock, self._number)
         self.victims: Victims | None = Victims(send, self.live)
         self.on_image: Callable[[Target], None] = lambda target: None
+        self.admits: Callable[[int], bool] = lambda pid: True
         linker.before_link = self.send_counts
         linker.on_preloaded = self._preloaded
 
@@ -131,7 +132,7 @@ class Population:
             tried.update(new)
             for child in new:
                 # With a slot it was forked by a process in the filter: its record is in the ring.
-                if not self._tables.slots.find(child):
+                if not self._tables.slots.find(child) and self.admits(child):
                     self._adopt_one(child, self._parent_proc(child), given=False)
 
     def _parent_proc(self, pid: int) -> int | None:
@@ -155,7 +156,7 @@ class Population:
                     hint="check the pid with `ps`; in a container, give the pid as this pid namespace shows it",
                 ) from error
             return
-        slot = self._tables.slots.claim(pid)
+        slot = self._claim(pid)
         if not slot:
             os.close(pidfd)
             self._refuse(facts, self._clock())
@@ -165,6 +166,9 @@ class Population:
         self.on_image(target)
         # The process must be in the filter before its links exist, or their first hits are a stranger's.
         self._tables.procs.add(pid, slot, follow=self._follow)
+
+    def _claim(self, pid: int) -> int | None:
+        return self._tables.slots.claim(pid)
 
     def _refuse(self, facts: Facts, appeared_ns: int) -> None:
         self._send(
@@ -301,7 +305,7 @@ class Population:
 
     def _reconcile(self) -> None:
         """Slots that BPF gave to a child of which no fork record came; two looks in a row: it may be under way."""
-        strange = {(s.slot, s.tgid) for s in self._tables.slots.all() if s.slot not in self._by_slot}
+        strange = self._unknown_slots()
         for slot, pid in strange & self._strange_slots:
             now = self._clock()
             try:
@@ -323,6 +327,9 @@ class Population:
             strange.discard((slot, pid))
         self._strange_slots = strange
 
+    def _unknown_slots(self) -> set[tuple[int, int]]:
+        return {(s.slot, s.tgid) for s in self._tables.slots.all() if s.slot not in self._by_slot}
+
     def bury(self, *, final: bool = False) -> None:
         """Last counters of ended processes whose records have all been sent; then their slots are free again."""
         read = [dead for dead in self._dead if self._tables.read_up_to(dead.newest)]
@@ -336,7 +343,7 @@ class Population:
             body = exit_body(self._tables.endings.row(target.slot), dead.code)
             oom = None if self.victims is None else self.victims.holds(target.proc)
             self._send(Kind.EXIT, {"proc": target.proc, "at_ns": dead.at_ns, "oom": oom, **body})
-            if not (target.linked or self._shims.has(target)) and target.parent is not None:
+            if not (target.linked or self._shims.has(target)) and self._uses_cuda(target):
                 self._never_linked(target, dead.at_ns)
             self._shims.forget(target)
             for linked in target.linked.values():
@@ -348,6 +355,10 @@ class Population:
                 with contextlib.suppress(OSError):
                     self._tables.procs.remove(target.pid)
             self._free_slot(target.slot)
+
+    def _uses_cuda(self, target: Target) -> bool:
+        """Whether it can be expected to: what a user named may have none."""
+        return target.parent is not None
 
     def _never_linked(self, target: Target, ended_ns: int) -> None:
         self._send(

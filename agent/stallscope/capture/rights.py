@@ -35,6 +35,7 @@ __all__ = [
     "read_text",
     "refusal",
     "require_attach_rights",
+    "require_readable",
     "require_traceable",
     "try_bpf",
     "try_perf",
@@ -251,6 +252,11 @@ def require_attach_rights(pid: int) -> None:
     found = refusal()
     if found:
         raise PermissionProblem(what, why=found.why, hint=found.hint)
+    require_readable(pid, what)
+
+
+def require_readable(pid: int, what: str) -> None:
+    """Whether a process can be looked into. Raises TargetProblem, PermissionProblem; `what` could not be done."""
     problem = _unreadable(pid, what)
     if problem:
         raise problem

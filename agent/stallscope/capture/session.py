@@ -79,6 +79,8 @@ class Session(Loop):
     A process that has the shim loaded is read through its segment, and nothing of it is linked.
     """
 
+    population_type: type[Population] = Population
+
     def __init__(
         self, settings: Settings, loaded: Loaded, outbox: Outbox, parser: ParserClient, costs: Costs, shims: Shims
     ) -> None:
@@ -99,7 +101,7 @@ class Session(Loop):
             returns_anywhere=returns.anywhere,
         )
         self._linker = Linker(sharing, parser, self.tables.ranges.set, outbox.send, self._clock, returns)
-        self.population: Population = Population(
+        self.population: Population = self.population_type(
             self.tables, self._linker, sharing, reaper, shims, outbox.send, self._clock, follow=settings.children
         )
         self._watch_images()
@@ -237,8 +239,13 @@ class Session(Loop):
                 target = self.population.by_pid(event.pid)
                 if target is not None:
                     self._link_mapped(target, event)
+                else:
+                    self._stranger(event)
             elif isinstance(event, Lost):
                 self._look_again(event, since)
+
+    def _stranger(self, event: Mapped) -> None:
+        """A process that is not traced mapped a library of CUDA."""
 
     def _look_again(self, event: Lost, since_ns: int) -> None:
         """The kernel had more news of mappings than fitted: look at every process instead."""

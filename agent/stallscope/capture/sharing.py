@@ -21,6 +21,7 @@ __all__ = ["LINKS_PER_FILE", "NO_FILE", "Sharing", "program_of"]
 
 LINKS_PER_FILE = 8
 A_SECOND, SECOND_NS = 16, 1_000_000_000  # so many processes that begin to use a file make it crowded, too
+IDLE_NS = 5_000_000_000
 NO_FILE = 31
 _SHARED_FLAG = 64 << 32
 RealFile = tuple[int, int, str | None, str]
@@ -39,11 +40,14 @@ def entry_only(points: list[Point]) -> list[Point]:
 
 @dataclass
 class _File:
-    """One real file: its number in cookies, who is linked by links of his own, the unfiltered links once there are."""
+    """One real file: its number in cookies, who is linked by links of his own, the unfiltered links once there are, and
+    who is seen by these; since when there has been nobody."""
 
     number: int
     users: list[LinkedLibrary] = field(default_factory=list)
     shared: LinkedLibrary | None = None
+    sharers: list[LinkedLibrary] = field(default_factory=list)
+    idle_ns: int = 0
     newest_ns: deque[int] = field(default_factory=lambda: deque(maxlen=A_SECOND))
 
     def is_stormy(self, now: int) -> bool:
@@ -57,7 +61,7 @@ class Sharing:
 
     Args:
         way: what kind of links.
-        set_shared: tells BPF that the unfiltered links of a file number count from now on.
+        set_shared: tells BPF whether the unfiltered links of a file number count from now on.
         set_span: (file number, hook, bytes before, bytes after) tells BPF how far the runtime reaches.
         clock: CLOCK_MONOTONIC in ns.
         close_later: takes (entry links, return links) that are no longer needed.
@@ -68,7 +72,7 @@ class Sharing:
     def __init__(
         self,
         way: Way,
-        set_shared: Callable[[int], None],
+        set_shared: Callable[[int, bool], None],
         close_later: Callable[[list[Any], list[Any]], None],
         set_span: Callable[[int, int, int, int], None],
         clock: Callable[[], int],
@@ -98,6 +102,7 @@ class Sharing:
             self._take_over(target, file, linked, why)
         if file.shared is not None:
             linked.shared, linked.shared_since_ns = True, file.shared.at_ns
+            file.sharers.append(linked)
             if linked.untimed and not file.shared.untimed:
                 target.late_notes.append(f"{linked.path}: returns are probed, because they are in all processes")
             linked.untimed = file.shared.untimed
@@ -110,6 +115,24 @@ class Sharing:
         """The process has ended; its own links are closed by the caller."""
         for file in self._files.values():
             file.users = [user for user in file.users if user is not linked]
+            if any(user is linked for user in file.sharers):
+                file.sharers = [user for user in file.sharers if user is not linked]
+                file.idle_ns = self._clock()
+
+    def let_go_of_idle(self) -> None:
+        """Forget files that no traced process has needed for a while, and close their unfiltered links: strangers pay.
+
+        Only then is a number free: threads remember which files' unfiltered links count for them, and all that used the
+        file have ended.
+        """
+        now = self._clock()
+        for key, file in list(self._files.items()):
+            if file.sharers or file.users or now - file.idle_ns <= IDLE_NS:
+                continue
+            if file.shared is not None:
+                self._set_shared(file.number, False)
+                self._close_later(file.shared.entries, file.shared.returns)
+            del self._files[key]
 
     def links(self) -> tuple[list[Any], list[Any]]:
         """(entry, return) unfiltered links."""
@@ -122,7 +145,8 @@ class Sharing:
         key = (info.st_ino, info.st_size, linked.resolved.build_id, linked.known_as)
         if key not in self._files:
             # A number is not used twice: threads remember which files' unfiltered links count for them.
-            self._files[key] = _File(min(len(self._files), NO_FILE))
+            used = {file.number for file in self._files.values()}
+            self._files[key] = _File(min(set(range(NO_FILE)) - used, default=NO_FILE))
             self._tell_spans(self._files[key].number, linked)
         return self._files[key]
 
@@ -143,11 +167,12 @@ class Sharing:
             shared.untimed = "calls are counted, not timed: other processes that use the file may have a seccomp filter"
         self._attach(shared, linked.resolved.points, 0, file.number << 56 | _SHARED_FLAG)
         file.shared = shared
-        self._set_shared(file.number)
+        self._set_shared(file.number, True)
         shared.at_ns = self._clock()
         for user in file.users:
             self._close_later(user.entries, user.returns)
             user.entries, user.returns, user.shared = [], [], True
+            file.sharers.append(user)
         target.late_notes.append(
             f"{linked.path}: {why}, so its probes are no longer limited to the traced "
             "processes: another process that uses the same file pays about a microsecond a call"

@@ -25,8 +25,10 @@ class ShimComms:
 
     def __init__(self, made: Callable[[], int], comms: Callable[[], Iterable[tuple[int, list[Comm]]]]) -> None:
         self._made, self._comms = made, comms
-        self._rows: dict[int, None] = {}
-        self._seen = 0
+        self._rows: list[int] = []
+        self._known: set[int] = set()
+        self._free: list[int] = []
+        self._taken = self._seen = 0
 
     def ctl(self, index: int) -> int:
         """How many rows are TAKEN, how many communicators were MADE."""
@@ -34,16 +36,31 @@ class ShimComms:
         if made != self._seen:
             self._seen = made
             self._look()
-        return {TAKEN: len(self._rows), MADE: made}[index]
+        return {TAKEN: self._taken, MADE: made}[index]
 
     def _look(self) -> None:
         for pid, comms in self._comms():
             for comm in comms:
-                if len(self._rows) < MAX_ROWS:
-                    self._rows[(comm.pointer + pid * SPREAD) & _MASK] = None
+                key = (comm.pointer + pid * SPREAD) & _MASK
+                if key not in self._known and (self._free or len(self._rows) < MAX_ROWS):
+                    self._take(key)
+
+    def _take(self, key: int) -> None:
+        self._known.add(key)
+        self._taken += 1
+        if self._free:
+            self._rows[self._free.pop()] = key
+        else:
+            self._rows.append(key)
+
+    def free(self, row: int) -> None:
+        """Of a process that has ended."""
+        self._known.discard(self._rows[row])
+        self._rows[row] = 0
+        self._free.append(row)
 
     def keys(self) -> list[int]:
-        """The key of every row."""
+        """The key of every row, 0 where it is free."""
         return list(self._rows)
 
     def next(self, row: int) -> int:

@@ -200,6 +200,11 @@ class Shims:
         for held in self._held.values():
             self._set_mode(held)
 
+    def sample(self, one_in: float) -> None:
+        """Record another share from now on."""
+        self._settings = self._settings._replace(one_in=one_in)
+        self.open_tap(self._tap)
+
     def _set_mode(self, held: Held) -> None:
         """Unless another capture has the say."""
         if held.is_open and not held.is_passive:

@@ -113,6 +113,9 @@ class SiteTable:
         pages, begin = self._place(row)
         pages[begin : begin + _SITE_BYTES] = bytes(_SITE_BYTES)
         self._keys.set_word(row, 0, 0)
+        chunk = row // _CHUNK_ROWS
+        if not any(self._key_words[chunk * _CHUNK_ROWS : (chunk + 1) * _CHUNK_ROWS]):
+            self._chunks.pop(chunk).close()  # a mapping and a descriptor each
 
     def configure(self, slot: int, pid: int, image: int, python: Python) -> None:
         """Let BPF walk the frames of a process."""

@@ -150,6 +150,13 @@ class Suspicion:
         self._open_tap(True)
         self._send(Kind.SUSPECT, {"at_ns": now, "since_ns": since_ns, "on": True})
 
+    def tell_again(self, now: int) -> None:
+        """To a reader who was told nothing, with looks from the beginning."""
+        if self._plan is not None:
+            since_ns = self._plan.since_ns
+            self._plan = _Plan(since_ns, now, early=True)
+            self._send(Kind.SUSPECT, {"at_ns": now, "since_ns": since_ns, "on": True})
+
     def _end(self, now: int) -> None:
         if self._plan is None:
             return

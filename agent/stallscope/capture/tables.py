@@ -55,6 +55,7 @@ class CommRows:
         self.ctl: Callable[[int], int] = tables.ctl.get
         self.keys: Callable[[], list[int]] = tables.comms.keys
         self.next: Callable[[int], int] = tables.comms.next
+        self.free: Callable[[int], None] = tables.comms.free
         self.inflight: Callable[[], list[InflightRow]] = tables.rows.inflight
 
 
@@ -115,9 +116,17 @@ class Tables:
         bpf(_PROG_TEST_RUN, struct.pack("<IIIIQQIIIIQQ", who_am_i, 0, 0, 0, 0, 0, 0, 0, 16, 0,
                                         ctypes.addressof(context), 0) + bytes(16))  # fmt: skip
 
-    def share(self, file_number: int) -> None:
-        """From now on the unfiltered link of this file counts (native/wire.h, WIRE_CONF_SHARED)."""
-        self.ctl.set(_CONF_SHARED, self.ctl.get(_CONF_SHARED) | 1 << file_number)
+    def share(self, file_number: int, on: bool) -> None:
+        """Whether the unfiltered link of this file counts from now on (native/wire.h, WIRE_CONF_SHARED)."""
+        others = self.ctl.get(_CONF_SHARED) & ~(1 << file_number)
+        self.ctl.set(_CONF_SHARED, others | on << file_number)
+
+    def sample(self, one_in: float) -> None:
+        """Record another share of launches, copies and short waits from now on; counts stay exact."""
+        self._usual = threshold(one_in)
+        for hook in HOOKS:
+            if hook.kind in SAMPLED_KINDS:
+                self.conf.set(hook.id, self._usual)
 
     def open_tap(self, on: bool) -> None:
         """Record every call that tells of completion, or as many as of other calls again."""

@@ -20,6 +20,8 @@ class Accounting:
 
     Attributes:
         history: those of `filtered` that a shim counted before the attach, and whose records nobody read.
+        told_before: those of `filtered` whose records a reader before this one was told of (a daemon's; no BPF program
+            filters by itself).
         missing: calls that no term explains; negative: records of calls that no counter knows.
         events_bounded: `events` (and what rests on records) is a lower bound.
         blind: process (None: every one) -> hooks (None: all of them) whose counts and totals are lower bounds.
@@ -31,6 +33,7 @@ class Accounting:
     sampled_out: int
     filtered: int
     history: int
+    told_before: int
     calls: int
     events_bounded: bool
     blind: Blind
@@ -62,6 +65,7 @@ def account(state: State) -> Accounting:
         sampled_out=sampled_out,
         filtered=filtered,
         history=sum(row.filtered for p in processes if p.source == SHIM for row in p.counts.values()),
+        told_before=sum(row.filtered for p in processes if p.source != SHIM for row in p.counts.values()),
         calls=calls,
         events_bounded=not ended or missing > 0,
         blind=_blind(state, balances, ended),
@@ -93,8 +97,8 @@ def _notes(state: State, missing: int, balances: dict[int, int]) -> list[str]:
     if state.dropped is not None:
         notes.append(f"the event stream is no longer read: {state.dropped}; counts are lower bounds")
     elif not state.complete:
-        where = f" ({state.ending})" if state.ending else ""
-        notes.append(f"the event stream ended without a farewell{where}: counts are lower bounds")
+        is_cut = f"the event stream ended without a farewell ({state.ending})"
+        notes.append(f"{is_cut if state.ending else 'the capture goes on'}: counts are lower bounds")
     if missing and state.complete:  # a recording cut short does not have the last records and counters
         notes.append(f"accounting does not close: {_calls(missing)}{_where(state, balances)}")
     if state.events.homeless:

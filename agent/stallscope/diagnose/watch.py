@@ -134,7 +134,7 @@ class Watch:
         counted = {}
         for proc, issuer in operations.issuers.items():
             counts = issuer.process.counts
-            counted[proc] = sum(row.calls for hook, row in counts.items() if operations.is_told[hook])
+            counted[proc] = sum(row.calls - row.filtered for hook, row in counts.items() if operations.is_told[hook])
         self._counted.append((now, counted))
         while len(self._counted) > 1 and self._counted[1][0] <= now - SETTLED_NS:
             del self._counted[0]

@@ -42,7 +42,7 @@ def counted(report: Row) -> str:
     made = sum(c["count"] for c in report["calls"])
     if mark:  # a recording that is cut has records whose counters had not come yet
         made = max(made, capture["events"] + capture["lost"] + capture["sampled_out"] + filtered)
-    more = f", {count(filtered - history)} filtered" if filtered > history else ""
+    more = f", {count(filtered - history)} told to an earlier reader" if filtered > history else ""
     more += f", {count(history)} before the attach" if history else ""
     return (
         f"calls made: {mark}{count(made)} ({least(capture, 'events', count)} recorded, "

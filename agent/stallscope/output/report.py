@@ -107,7 +107,7 @@ def _capture(state: State, lineage: Lineage, accounting: Accounting) -> Row:
 
 
 def _filtered(accounting: Accounting) -> Row:
-    found = {"rule": accounting.filtered - accounting.history, "before the attach": accounting.history}
+    found = {"told to an earlier reader": accounting.told_before, "before the attach": accounting.history}
     return {why: calls for why, calls in found.items() if calls}
 
 
