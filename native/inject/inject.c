@@ -1,0 +1,463 @@
+// SPDX-License-Identifier: Apache-2.0
+#define _GNU_SOURCE
+#include "control.h"
+#include "inject.h"
+#include "stub.h"
+#include <errno.h>
+#include <pthread.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <elf.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/ptrace.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/user.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#define NEAR 2048      /* bytes of stack where malloc's and the loader's own frames would stand */
+#define FAR (64 << 10) /* where a signal's frame would */
+#define CODE_64 0x33
+#define REGISTERS_MOST 16384
+#define RESTART_SYSCALL 219
+#define GET_RSEQ 0x420f /* PTRACE_GET_RSEQ_CONFIGURATION, Linux 5.13 */
+#define RSEQ_CS_AT 8
+/* What a thread waits in that may be put back, and what gives EINTR for a stop although no signal came. */
+static const uint16_t waits[] = {SYS_futex, SYS_nanosleep, SYS_clock_nanosleep, SYS_poll, SYS_ppoll, SYS_pselect6,
+                                 SYS_read,  SYS_pause};
+static const uint16_t touchy[] = {SYS_epoll_wait, SYS_epoll_pwait, 441 /* epoll_pwait2 */, SYS_rt_sigtimedwait,
+                                  SYS_semop,      SYS_semtimedop,  SYS_io_getevents};
+#define IS_ONE_OF(number, list) is_one_of(number, list, sizeof(list) / sizeof(*(list)))
+/* Of the kernel, seen by ptrace alone: a system call that goes on when nothing is done. */
+enum { RESTART_SYS = 512, RESTART_NOINTR = 513, RESTART_NOHAND = 514, RESTART_BLOCK = 516 };
+
+struct job {
+  const struct inject_plan *plan;
+  struct inject_result *result;
+  struct user_regs_struct regs;
+  uint8_t extended[REGISTERS_MOST];
+  size_t extended_bytes;
+  uint64_t mask;
+  uint64_t since_ns;
+  uint64_t stack[FAR / 8];
+  int held; /* a signal that came while it was stopped: delivered when it goes on */
+};
+
+static bool is_one_of(uint64_t number, const uint16_t *list, size_t n) {
+  for (size_t i = 0; i < n; i++)
+    if (list[i] == number) return true;
+  return false;
+}
+
+static uint64_t now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static void rest_us(unsigned us) {
+  struct timespec t = {0, us * 1000L};
+  nanosleep(&t, NULL);
+}
+
+static int said(struct job *j, enum inject_code code, int error, const char *at) {
+  j->result->code = code;
+  j->result->error = error;
+  strncpy(j->result->at, at, sizeof(j->result->at) - 1);
+  return -1;
+}
+
+static long trace(enum __ptrace_request request, pid_t tid, uintptr_t address, uintptr_t data) {
+  return ptrace(request, tid, (void *)address, (void *)data);
+}
+
+static size_t read_memory(pid_t pid, uint64_t at, void *to, size_t bytes) {
+  struct iovec local = {to, bytes}, remote = {(void *)(uintptr_t)at, bytes};
+  ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+  return n > 0 ? (size_t)n : 0;
+}
+
+/* Its stop, and nobody else's: a wait for any child would take those of the caller's. 1 stopped, 0 not yet, -1 gone. */
+static int poll_stop(pid_t tid, int *status) {
+  pid_t got = waitpid(tid, status, WNOHANG | __WALL | __WNOTHREAD);
+  if (got == 0) return 0;
+  return got == tid && WIFSTOPPED(*status) ? 1 : -1;
+}
+
+static bool is_event(int status) {
+  return status >> 16 == PTRACE_EVENT_STOP;
+}
+
+/* Stops that are none of ours go their way. The thread that is held as a lock is never asked to stop. */
+static void pass_on(pid_t tid, int status) {
+  bool is_group = is_event(status) && WSTOPSIG(status) != SIGTRAP;
+  trace(is_group ? PTRACE_LISTEN : PTRACE_CONT, tid, 0, is_event(status) ? 0 : (uintptr_t)WSTOPSIG(status));
+}
+
+static void tend_lock(const struct job *j) {
+  int status;
+  if (j->plan->lock && poll_stop(j->plan->lock, &status) == 1) pass_on(j->plan->lock, status);
+}
+
+/* PTRACE_INTERRUPT, and the stop that comes of it; signals that come first are kept. */
+static int stop(struct job *j) {
+  pid_t tid = j->plan->tid;
+  uint64_t end_ns = now_ns() + j->plan->stop_us * 1000ull;
+  if (trace(PTRACE_INTERRUPT, tid, 0, 0)) return said(j, INJECT_GONE, errno, "PTRACE_INTERRUPT");
+  for (;;) {
+    int status, got = poll_stop(tid, &status);
+    if (got < 0) return said(j, INJECT_GONE, 0, "waitpid");
+    if (got && is_event(status)) return 0;
+    if (got && !j->held) {
+      j->held = WSTOPSIG(status);
+      return 0; /* a stop before a signal is as good: registers can be read and set */
+    }
+    if (got) pass_on(tid, status);
+    if (now_ns() > end_ns) return said(j, INJECT_NO_STOP, 0, "");
+    tend_lock(j);
+    if (!got) rest_us(20);
+  }
+}
+
+static bool is_call_before(pid_t pid, uint64_t address) {
+  uint8_t code[8] = {0};
+  if (read_memory(pid, address - 8, code, 8) != 8) return true; /* not known: rather not */
+  if (code[3] == 0xe8) return true;
+  for (int at = 1; at <= 6; at++) /* ff /2 with its address byte, and what belongs to it, 2 to 7 bytes long */
+    if (code[at] == 0xff && (code[at + 1] >> 3 & 7) == 2) return true;
+  return false;
+}
+
+static bool is_avoided(const struct inject_plan *p, uint64_t address) {
+  for (uint32_t i = 0; i < p->n_avoid && i < INJECT_RANGES; i++)
+    if (address >= p->avoid[i].from && address < p->avoid[i].to) return true;
+  return false;
+}
+
+/* Whether its stack says that pthread_create must not be called now. */
+static int look_at_stack(struct job *j) {
+  uint64_t *words = j->stack;
+  size_t n = read_memory(j->plan->pid, j->regs.rsp, words, NEAR) / 8;
+  if (n) n = (read_memory(j->plan->pid, j->regs.rsp, words, FAR) / 8) ?: n;
+  for (size_t i = 0; i < n; i++) {
+    bool is_near = i < NEAR / 8 && is_avoided(j->plan, words[i]);
+    if (is_near && is_call_before(j->plan->pid, words[i])) {
+      j->result->pc = words[i];
+      return said(j, INJECT_AVOIDED, 0, "stack");
+    }
+    if (j->plan->restorer && words[i] == j->plan->restorer) return said(j, INJECT_SIGNAL, 0, "stack");
+  }
+  return n ? 0 : said(j, INJECT_ODD, 0, "its stack can't be read");
+}
+
+static bool is_in_rseq(pid_t tid) {
+  struct {
+    uint64_t address;
+    uint32_t bytes, signature, flags, pad;
+  } area = {0};
+  uint64_t section = 0;
+  if (ptrace(GET_RSEQ, tid, (void *)sizeof(area), &area) <= 0 || !area.address) return false;
+  return read_memory(tid, area.address + RSEQ_CS_AT, &section, 8) != 8 || section;
+}
+
+static int look(struct job *j) {
+  const struct inject_plan *p = j->plan;
+  j->result->pc = j->regs.rip;
+  if (j->held) return said(j, INJECT_SIGNAL, 0, "a signal is about to be delivered");
+  if (j->regs.cs != CODE_64) return said(j, INJECT_ODD, 0, "32-bit code");
+  if (is_avoided(p, j->regs.rip)) return said(j, INJECT_AVOIDED, 0, "pc");
+  if ((int64_t)j->regs.orig_rax < 0 && is_in_rseq(p->tid)) return said(j, INJECT_ODD, 0, "a restartable sequence");
+  return look_at_stack(j);
+}
+
+static int read_registers(struct job *j) {
+  pid_t tid = j->plan->tid;
+  struct iovec v = {j->extended, sizeof(j->extended)};
+  if (trace(PTRACE_GETREGS, tid, 0, (uintptr_t)&j->regs)) return said(j, INJECT_ERROR, errno, "PTRACE_GETREGS");
+  if (trace(PTRACE_GETREGSET, tid, NT_X86_XSTATE, (uintptr_t)&v))
+    return said(j, INJECT_ERROR, errno, "PTRACE_GETREGSET");
+  j->extended_bytes = v.iov_len;
+  if (trace(PTRACE_GETSIGMASK, tid, 8, (uintptr_t)&j->mask)) return said(j, INJECT_ERROR, errno, "PTRACE_GETSIGMASK");
+  return 0;
+}
+
+/* A system call that the stop interrupted is made again, as the kernel would do it. */
+static void fill_registers(const struct user_regs_struct *r, struct stub_words *w) {
+  bool in_call = (int64_t)r->orig_rax >= 0;
+  int64_t why = -(int64_t)r->rax;
+  bool again = in_call && (why == RESTART_SYS || why == RESTART_NOINTR || why == RESTART_NOHAND);
+  again |= in_call && why == EINTR && IS_ONE_OF(r->orig_rax, touchy);
+  w->rip = r->rip, w->rax = r->rax;
+  if (again) w->rip -= 2, w->rax = r->orig_rax;
+  if (in_call && why == RESTART_BLOCK) w->rip -= 2, w->rax = RESTART_SYSCALL;
+  w->rbx = r->rbx, w->rcx = r->rcx, w->rdx = r->rdx, w->rsi = r->rsi, w->rdi = r->rdi, w->rbp = r->rbp;
+  w->rsp = r->rsp, w->r8 = r->r8, w->r9 = r->r9, w->r10 = r->r10, w->r11 = r->r11, w->r12 = r->r12;
+  w->r13 = r->r13, w->r14 = r->r14, w->r15 = r->r15, w->eflags = r->eflags;
+}
+
+/* All but those by which a fault in our code would be told. */
+static uint64_t blocked_signals(void) {
+  uint64_t mask = ~0ull;
+  const int kept[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS, SIGABRT};
+  for (size_t i = 0; i < sizeof(kept) / sizeof(*kept); i++) mask &= ~(1ull << (kept[i] - 1));
+  return mask;
+}
+
+static size_t make_code(const struct job *j, uint8_t *code) {
+  const struct inject_plan *p = j->plan;
+  size_t bytes = (size_t)(stub_words - stub_begin), path = strlen(p->path) + 1, entry = strlen(p->entry) + 1;
+  size_t all = bytes + sizeof(struct stub_words) + path + entry;
+  struct stub_words w = {.create = p->create, .self = p->self, .detach = p->detach, .open = p->open};
+  if (all > INJECT_ROOM) return 0;
+  w.symbol = p->symbol, w.error = p->error, w.errno_of = p->errno_of;
+  w.control = p->control, w.mask = blocked_signals();
+  fill_registers(&j->regs, &w);
+  memcpy(code, stub_begin, bytes);
+  memcpy(code + bytes, &w, sizeof(w));
+  memcpy(code + bytes + sizeof(w), p->path, path);
+  memcpy(code + bytes + sizeof(w) + path, p->entry, entry);
+  return (all + 7) / 8 * 8;
+}
+
+static int write_code(struct job *j) {
+  uint8_t code[INJECT_ROOM] = {0}, there[INJECT_ROOM];
+  const struct inject_plan *p = j->plan;
+  size_t bytes = make_code(j, code);
+  if (!bytes) return said(j, INJECT_ERROR, ENAMETOOLONG, "the path of the library");
+  if (read_memory(p->pid, p->room, there, sizeof(there)) != sizeof(there))
+    return said(j, INJECT_ODD, 0, "the room for code can't be read");
+  for (size_t i = 0; i < sizeof(there); i++)
+    if (there[i]) return said(j, INJECT_ODD, 0, "the room for code is taken");
+  for (size_t i = 0; i < bytes; i += 8) {
+    uint64_t word;
+    memcpy(&word, code + i, 8);
+    if (trace(PTRACE_POKEDATA, p->tid, p->room + i, word)) return said(j, INJECT_ERROR, errno, "PTRACE_POKEDATA");
+  }
+  return 0;
+}
+
+static void erase_code(const struct job *j) {
+  for (size_t i = 0; i < INJECT_ROOM; i += 8) trace(PTRACE_POKEDATA, j->plan->tid, j->plan->room + i, 0);
+}
+
+static int divert(struct job *j) {
+  struct user_regs_struct r = j->regs;
+  r.rip = j->plan->room;
+  r.eflags = 0x202;
+  r.orig_rax = UINT64_MAX; /* no system call is restarted */
+  if (trace(PTRACE_SETREGS, j->plan->tid, 0, (uintptr_t)&r)) return said(j, INJECT_ERROR, errno, "PTRACE_SETREGS");
+  return 0;
+}
+
+static void let_go(struct job *j) {
+  uint64_t stopped_ns = now_ns() - j->since_ns;
+  trace(PTRACE_DETACH, j->plan->tid, 0, (uintptr_t)j->held);
+  if (stopped_ns > j->result->stopped_ns) j->result->stopped_ns = stopped_ns;
+}
+
+/* It is stopped: everything as it was found, and the kernel restarts what it interrupted. */
+static void put_back(struct job *j) {
+  struct iovec v = {j->extended, j->extended_bytes};
+  trace(PTRACE_SETREGSET, j->plan->tid, NT_X86_XSTATE, (uintptr_t)&v);
+  trace(PTRACE_SETSIGMASK, j->plan->tid, 8, (uintptr_t)&j->mask);
+  trace(PTRACE_SETREGS, j->plan->tid, 0, (uintptr_t)&j->regs);
+}
+
+static void set_word(const struct job *j, size_t at, uint32_t value) {
+  struct iovec local = {&value, 4}, remote = {(void *)(uintptr_t)(j->plan->control + at), 4};
+  (void)!process_vm_writev(j->plan->pid, &local, 1, &remote, 1, 0);
+}
+
+static uint32_t get_word(const struct job *j, size_t at) {
+  uint32_t value = 0;
+  read_memory(j->plan->pid, j->plan->control + at, &value, 4);
+  return value;
+}
+
+enum where { ELSEWHERE, IN_ROOM, IN_CONTROL_RUNNING, IN_CONTROL_WAITING };
+
+static enum where where_is(const struct job *j, const struct user_regs_struct *r) {
+  const struct inject_plan *p = j->plan;
+  bool is_waiting = -(int64_t)r->rax >= RESTART_SYS && -(int64_t)r->rax <= RESTART_BLOCK;
+  is_waiting &= IS_ONE_OF(r->orig_rax, waits);
+  if (r->rip >= p->room && r->rip < p->room + INJECT_ROOM) return IN_ROOM;
+  if (r->rsp < p->control || r->rsp >= p->control + SEG_CONTROL_BYTES) return ELSEWHERE;
+  return is_waiting ? IN_CONTROL_WAITING : IN_CONTROL_RUNNING;
+}
+
+/* It waits in pthread_create for what it holds itself, or what nobody gives. What it has locked so far it has not: the
+ * first things that pthread_create waits for are malloc's. */
+static int abandon(struct job *j) {
+  set_word(j, offsetof(struct seg_control, cancelled), 1);
+  put_back(j);
+  set_word(j, offsetof(struct seg_control, left), 1);
+  if (!get_word(j, offsetof(struct seg_control, thread))) erase_code(j); /* else the new thread may be there already */
+  return said(j, INJECT_ABANDONED, 0, "");
+}
+
+static int crashed(struct job *j, int number) {
+  abandon(j);
+  j->held = 0;
+  return said(j, INJECT_REFUSED, number, "a fault in pthread_create");
+}
+
+/* Runs on after a look; `number`: a signal that is to be delivered. */
+static void go_on(struct job *j, int number) {
+  uint64_t stopped_ns = now_ns() - j->since_ns;
+  if (stopped_ns > j->result->stopped_ns) j->result->stopped_ns = stopped_ns;
+  trace(PTRACE_CONT, j->plan->tid, 0, (uintptr_t)number);
+}
+
+static bool is_fault(pid_t tid, int number) {
+  siginfo_t info;
+  const int faults[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS, SIGABRT};
+  if (trace(PTRACE_GETSIGINFO, tid, 0, (uintptr_t)&info) || info.si_code <= 0) return false;
+  for (size_t i = 0; i < sizeof(faults) / sizeof(*faults); i++)
+    if (faults[i] == number) return true;
+  return false;
+}
+
+/* A stop that we did not ask for. 0: it goes on. */
+static int serve_stop(struct job *j, int status) {
+  struct user_regs_struct r;
+  int number = WSTOPSIG(status);
+  j->since_ns = now_ns();
+  if (is_event(status)) {
+    pass_on(j->plan->tid, status);
+    return 0;
+  }
+  if (trace(PTRACE_GETREGS, j->plan->tid, 0, (uintptr_t)&r)) return said(j, INJECT_GONE, errno, "PTRACE_GETREGS");
+  if (r.rip == j->plan->room) { /* it came while the thread was stopped, and interrupts what that did */
+    put_back(j);
+    erase_code(j);
+    j->held = number;
+    return said(j, INJECT_SIGNAL, 0, "a signal came");
+  }
+  if (where_is(j, &r) != ELSEWHERE && is_fault(j->plan->tid, number)) return crashed(j, number);
+  go_on(j, number);
+  return 0;
+}
+
+/* It is back already, in a call that the second stop has ended: it makes it again. */
+static void mend_touchy(struct job *j, struct user_regs_struct *r) {
+  if (j->held || !IS_ONE_OF(r->orig_rax, touchy) || (int64_t)r->rax != -EINTR) return;
+  r->rip -= 2;
+  r->rax = r->orig_rax;
+  r->orig_rax = UINT64_MAX;
+  trace(PTRACE_SETREGS, j->plan->tid, 0, (uintptr_t)r);
+}
+
+/* Stops it once more. 1: it is back, 0: not yet, -1: it was given up. */
+static int look_again(struct job *j, uint64_t blocked_ns, bool is_over) {
+  struct user_regs_struct r;
+  j->since_ns = now_ns();
+  if (stop(j)) return -1;
+  if (trace(PTRACE_GETREGS, j->plan->tid, 0, (uintptr_t)&r)) return said(j, INJECT_GONE, errno, "PTRACE_GETREGS");
+  enum where where = where_is(j, &r);
+  if (where == ELSEWHERE) {
+    mend_touchy(j, &r);
+    return 1;
+  }
+  if (where == IN_CONTROL_WAITING && now_ns() > blocked_ns) return abandon(j);
+  if (is_over) return said(j, INJECT_NO_STOP, 0, "it did not come back"); /* its own code brings it back yet */
+  int number = j->held;
+  j->held = 0;
+  go_on(j, number);
+  return 0;
+}
+
+/* Until it is back. The code stays: the new thread needs it. */
+static int wait_back(struct job *j) {
+  uint64_t begun_ns = now_ns(), end_ns = begun_ns + j->plan->back_us * 1000ull;
+  uint64_t blocked_ns = begun_ns + j->plan->blocked_us * 1000ull, next_ns = blocked_ns;
+  for (unsigned us = 20;; us = us < 500 ? us + 20 : us) {
+    int status, got = poll_stop(j->plan->tid, &status);
+    if (got < 0) return said(j, INJECT_GONE, 0, "waitpid");
+    if (got && serve_stop(j, status)) return -1;
+    tend_lock(j);
+    bool has_left = get_word(j, offsetof(struct seg_control, left)), is_over = now_ns() > end_ns;
+    if (has_left || now_ns() > next_ns) {
+      int is_back = look_again(j, blocked_ns, is_over);
+      if (is_back) return is_back;
+      next_ns = now_ns() + 5000000;
+    }
+    if (!got) rest_us(us);
+  }
+}
+
+static int finish(struct job *j) {
+  uint32_t result = get_word(j, offsetof(struct seg_control, result));
+  if (!get_word(j, offsetof(struct seg_control, left)) || result) {
+    erase_code(j);
+    if (!result) return said(j, INJECT_REFUSED, ENOMEM, "mmap");
+    return said(j, INJECT_REFUSED, (int)result, "pthread_create");
+  }
+  j->result->code = INJECT_DONE;
+  return 0;
+}
+
+static int borrow(struct job *j) {
+  j->since_ns = now_ns();
+  if (stop(j) || read_registers(j) || look(j) || write_code(j)) return -1;
+  if (divert(j)) {
+    erase_code(j);
+    return -1;
+  }
+  go_on(j, 0);
+  return wait_back(j) < 0 ? -1 : finish(j);
+}
+
+/* By this thread, whose end lets everything go, whatever state it is in. */
+static void *work(void *argument) {
+  struct job *j = argument;
+  const struct inject_plan *p = j->plan;
+  uint64_t begun_ns = now_ns();
+  if (p->lock && p->lock != p->tid && trace(PTRACE_SEIZE, p->lock, 0, 0)) {
+    said(j, INJECT_ERROR, errno, "PTRACE_SEIZE");
+    return NULL;
+  }
+  if (trace(PTRACE_SEIZE, p->tid, 0, 0)) {
+    said(j, errno == ESRCH ? INJECT_GONE : INJECT_ERROR, errno, "PTRACE_SEIZE");
+    return NULL;
+  }
+  borrow(j);
+  let_go(j);
+  j->result->away_ns = now_ns() - begun_ns;
+  return NULL;
+}
+
+static bool fits_registers(void) {
+  uint32_t a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+  return __get_cpuid_count(0xd, 0, &a, &b, &c, &d) && b <= SEG_CONTROL_XSAVE_MOST;
+}
+
+int inject__try(const struct inject_plan *plan, struct inject_result *result) {
+  struct job *job = calloc(1, sizeof(*job));
+  pthread_t thread;
+  int error = 0;
+  memset(result, 0, sizeof(*result));
+  if (!job) return -ENOMEM;
+  job->plan = plan;
+  job->result = result;
+  if (!fits_registers()) said(job, INJECT_ERROR, ENOSYS, "the processor's registers");
+  else if (!(error = pthread_create(&thread, NULL, work, job))) pthread_join(thread, NULL);
+  free(job);
+  return -error;
+}
+
+#else
+int inject__try(const struct inject_plan *plan, struct inject_result *result) {
+  (void)plan;
+  memset(result, 0, sizeof(*result));
+  result->code = INJECT_ERROR;
+  result->error = ENOSYS;
+  return 0;
+}
+#endif
