@@ -54,6 +54,7 @@ class Shims:
 
     Attributes:
         prepare: asked before a segment is taken; False when the process can get no slot.
+        injected: whether segments of injected libraries count, too.
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], int], links: ShimLinks, settings: ShimSettings) -> None:
@@ -65,6 +66,7 @@ class Shims:
         self._tap = False
         self._unready: dict[tuple[int, int], tuple[int, bool]] = {}
         self.refused = 0
+        self.injected = False
         self.prepare: Callable[[Target], bool] = lambda target: True
 
     def has(self, target: Target) -> bool:
@@ -79,7 +81,7 @@ class Shims:
 
     def find(self, target: Target) -> bool:
         """Take the process's segment if it has one; whether it has."""
-        for fd in candidates(target.pid):
+        for fd in candidates(target.pid, injected=self.injected):
             if self.adopt(target, fd, is_own=False):
                 return True
         return self.has(target)
@@ -327,7 +329,7 @@ class Shims:
         held = self._held.get(target.proc)
         if held is None or not held.is_open:
             return
-        fds = list(candidates(target.pid))
+        fds = list(candidates(target.pid, injected=self.injected))
         there = [os.fstat(fd) for fd in fds]
         for fd in fds:
             os.close(fd)
@@ -361,6 +363,10 @@ class Shims:
         """(pid, its communicators) of each process."""
         held = self._held.values()
         return [(one.target.pid, self._guarded(one, one.segment.comms, [])) for one in held]
+
+    def rows(self) -> list[InflightRow]:
+        """Threads that are inside a call now; the call's thread is named by the process's pid on this host."""
+        return [row for held in self._held.values() if held.is_open and self._counter for row in self._rows(held)]
 
     def poll_losses(self, now: int) -> None:
         """Place losses in time."""
