@@ -5,11 +5,13 @@
 #include "stub.h"
 #include <errno.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <elf.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -20,6 +22,7 @@
 #include <sys/user.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 #define NEAR 2048      /* bytes of stack where malloc's and the loader's own frames would stand */
 #define FAR (64 << 10) /* where a signal's frame would */
@@ -44,9 +47,11 @@ struct job {
   uint8_t extended[REGISTERS_MOST];
   size_t extended_bytes;
   uint64_t mask;
-  uint64_t since_ns;
+  uint64_t since_ns, taken_ns; /* of the stop; of the first one */
   uint64_t stack[FAR / 8];
-  int held; /* a signal that came while it was stopped: delivered when it goes on */
+  int memory;      /* /proc/PID/mem */
+  bool is_written; /* the code stands there, and no thread is in it */
+  int held;        /* a signal that came while it was stopped: delivered when it goes on */
 };
 
 static bool is_one_of(uint64_t number, const uint16_t *list, size_t n) {
@@ -102,15 +107,18 @@ static void pass_on(pid_t tid, int status) {
 
 static void tend_lock(const struct job *j) {
   int status;
-  if (j->plan->lock && poll_stop(j->plan->lock, &status) == 1) pass_on(j->plan->lock, status);
+  if (j->plan->lock && j->plan->lock != j->plan->tid && poll_stop(j->plan->lock, &status) == 1)
+    pass_on(j->plan->lock, status);
 }
 
-/* PTRACE_INTERRUPT, and the stop that comes of it; signals that come first are kept. */
-static int stop(struct job *j) {
+/* PTRACE_INTERRUPT, and the stop that comes of it, within `us`; signals that come first are kept. It has stopped no
+ * earlier than at the last look that saw it run. */
+static int stop(struct job *j, uint32_t us) {
   pid_t tid = j->plan->tid;
-  uint64_t end_ns = now_ns() + j->plan->stop_us * 1000ull;
+  uint64_t end_ns = now_ns() + us * 1000ull;
   if (trace(PTRACE_INTERRUPT, tid, 0, 0)) return said(j, INJECT_GONE, errno, "PTRACE_INTERRUPT");
   for (;;) {
+    uint64_t looked_ns = now_ns();
     int status, got = poll_stop(tid, &status);
     if (got < 0) return said(j, INJECT_GONE, 0, "waitpid");
     if (got && is_event(status)) return 0;
@@ -121,7 +129,7 @@ static int stop(struct job *j) {
     if (got) pass_on(tid, status);
     if (now_ns() > end_ns) return said(j, INJECT_NO_STOP, 0, "");
     tend_lock(j);
-    if (!got) rest_us(20);
+    if (!got) j->since_ns = looked_ns, rest_us(20);
   }
 }
 
@@ -209,41 +217,58 @@ static uint64_t blocked_signals(void) {
   return mask;
 }
 
-static size_t make_code(const struct job *j, uint8_t *code) {
-  const struct inject_plan *p = j->plan;
+/* Code, addresses and names; the registers are not known yet. 0: it is too long. */
+static size_t make_code(const struct inject_plan *p, uint8_t *code) {
   size_t bytes = (size_t)(stub_words - stub_begin), path = strlen(p->path) + 1, entry = strlen(p->entry) + 1;
   size_t all = bytes + sizeof(struct stub_words) + path + entry;
   struct stub_words w = {.create = p->create, .self = p->self, .detach = p->detach, .open = p->open};
   if (all > INJECT_ROOM) return 0;
   w.symbol = p->symbol, w.error = p->error, w.errno_of = p->errno_of;
   w.control = p->control, w.mask = blocked_signals();
-  fill_registers(&j->regs, &w);
   memcpy(code, stub_begin, bytes);
   memcpy(code + bytes, &w, sizeof(w));
   memcpy(code + bytes + sizeof(w), p->path, path);
   memcpy(code + bytes + sizeof(w) + path, p->entry, entry);
-  return (all + 7) / 8 * 8;
+  return all;
 }
 
+static bool write_room(const struct job *j, const void *from) {
+  return pwrite(j->memory, from, INJECT_ROOM, (off_t)j->plan->room) == INJECT_ROOM;
+}
+
+/* While the thread runs: it is to be stopped for as short as can be. The page is private from now on, as a breakpoint of
+ * a debugger makes it. */
 static int write_code(struct job *j) {
   uint8_t code[INJECT_ROOM] = {0}, there[INJECT_ROOM];
+  char path[64];
   const struct inject_plan *p = j->plan;
-  size_t bytes = make_code(j, code);
-  if (!bytes) return said(j, INJECT_ERROR, ENAMETOOLONG, "the path of the library");
+  if (!make_code(p, code)) return said(j, INJECT_ERROR, ENAMETOOLONG, "the path of the library");
+  snprintf(path, sizeof(path), "/proc/%d/mem", p->pid);
+  j->memory = open(path, O_RDWR | O_CLOEXEC);
+  if (j->memory < 0) return said(j, INJECT_ERROR, errno, "opening its memory");
   if (read_memory(p->pid, p->room, there, sizeof(there)) != sizeof(there))
     return said(j, INJECT_ODD, 0, "the room for code can't be read");
   for (size_t i = 0; i < sizeof(there); i++)
     if (there[i]) return said(j, INJECT_ODD, 0, "the room for code is taken");
-  for (size_t i = 0; i < bytes; i += 8) {
-    uint64_t word;
-    memcpy(&word, code + i, 8);
-    if (trace(PTRACE_POKEDATA, p->tid, p->room + i, word)) return said(j, INJECT_ERROR, errno, "PTRACE_POKEDATA");
-  }
+  if (!write_room(j, code)) return said(j, INJECT_ERROR, errno, "writing code into it");
+  j->is_written = true;
   return 0;
 }
 
-static void erase_code(const struct job *j) {
-  for (size_t i = 0; i < INJECT_ROOM; i += 8) trace(PTRACE_POKEDATA, j->plan->tid, j->plan->room + i, 0);
+static int write_registers(struct job *j) {
+  struct stub_words w = {0};
+  size_t from = offsetof(struct stub_words, rax), bytes = offsetof(struct stub_words, names) - from;
+  off_t at = (off_t)(j->plan->room + (size_t)(stub_words - stub_begin) + from);
+  fill_registers(&j->regs, &w);
+  if (pwrite(j->memory, (const uint8_t *)&w + from, bytes, at) != (ssize_t)bytes)
+    return said(j, INJECT_ERROR, errno, "writing code into it");
+  return 0;
+}
+
+static void erase_code(struct job *j) {
+  static const uint8_t nothing[INJECT_ROOM];
+  if (j->is_written) write_room(j, nothing);
+  j->is_written = false;
 }
 
 static int divert(struct job *j) {
@@ -252,6 +277,7 @@ static int divert(struct job *j) {
   r.eflags = 0x202;
   r.orig_rax = UINT64_MAX; /* no system call is restarted */
   if (trace(PTRACE_SETREGS, j->plan->tid, 0, (uintptr_t)&r)) return said(j, INJECT_ERROR, errno, "PTRACE_SETREGS");
+  j->is_written = false;
   return 0;
 }
 
@@ -259,14 +285,7 @@ static void let_go(struct job *j) {
   uint64_t stopped_ns = now_ns() - j->since_ns;
   trace(PTRACE_DETACH, j->plan->tid, 0, (uintptr_t)j->held);
   if (stopped_ns > j->result->stopped_ns) j->result->stopped_ns = stopped_ns;
-}
-
-/* It is stopped: everything as it was found, and the kernel restarts what it interrupted. */
-static void put_back(struct job *j) {
-  struct iovec v = {j->extended, j->extended_bytes};
-  trace(PTRACE_SETREGSET, j->plan->tid, NT_X86_XSTATE, (uintptr_t)&v);
-  trace(PTRACE_SETSIGMASK, j->plan->tid, 8, (uintptr_t)&j->mask);
-  trace(PTRACE_SETREGS, j->plan->tid, 0, (uintptr_t)&j->regs);
+  j->result->away_ns = now_ns() - j->taken_ns;
 }
 
 static void set_word(const struct job *j, size_t at, uint32_t value) {
@@ -278,6 +297,15 @@ static uint32_t get_word(const struct job *j, size_t at) {
   uint32_t value = 0;
   read_memory(j->plan->pid, j->plan->control + at, &value, 4);
   return value;
+}
+
+/* It is stopped: everything as it was found, and the kernel restarts what it interrupted. */
+static void put_back(struct job *j) {
+  struct iovec v = {j->extended, j->extended_bytes};
+  trace(PTRACE_SETREGSET, j->plan->tid, NT_X86_XSTATE, (uintptr_t)&v);
+  trace(PTRACE_SETSIGMASK, j->plan->tid, 8, (uintptr_t)&j->mask);
+  if (trace(PTRACE_SETREGS, j->plan->tid, 0, (uintptr_t)&j->regs)) return;
+  j->is_written = !get_word(j, offsetof(struct seg_control, thread)); /* else the new thread may be there already */
 }
 
 enum where { ELSEWHERE, IN_ROOM, IN_CONTROL_RUNNING, IN_CONTROL_WAITING };
@@ -297,7 +325,8 @@ static int abandon(struct job *j) {
   set_word(j, offsetof(struct seg_control, cancelled), 1);
   put_back(j);
   set_word(j, offsetof(struct seg_control, left), 1);
-  if (!get_word(j, offsetof(struct seg_control, thread))) erase_code(j); /* else the new thread may be there already */
+  if (get_word(j, offsetof(struct seg_control, thread)))
+    j->is_written = false; /* the new thread may be there already */
   return said(j, INJECT_ABANDONED, 0, "");
 }
 
@@ -335,7 +364,6 @@ static int serve_stop(struct job *j, int status) {
   if (trace(PTRACE_GETREGS, j->plan->tid, 0, (uintptr_t)&r)) return said(j, INJECT_GONE, errno, "PTRACE_GETREGS");
   if (r.rip == j->plan->room) { /* it came while the thread was stopped, and interrupts what that did */
     put_back(j);
-    erase_code(j);
     j->held = number;
     return said(j, INJECT_SIGNAL, 0, "a signal came");
   }
@@ -357,7 +385,7 @@ static void mend_touchy(struct job *j, struct user_regs_struct *r) {
 static int look_again(struct job *j, uint64_t blocked_ns, bool is_over) {
   struct user_regs_struct r;
   j->since_ns = now_ns();
-  if (stop(j)) return -1;
+  if (stop(j, j->plan->back_us)) return -1;
   if (trace(PTRACE_GETREGS, j->plan->tid, 0, (uintptr_t)&r)) return said(j, INJECT_GONE, errno, "PTRACE_GETREGS");
   enum where where = where_is(j, &r);
   if (where == ELSEWHERE) {
@@ -394,7 +422,7 @@ static int wait_back(struct job *j) {
 static int finish(struct job *j) {
   uint32_t result = get_word(j, offsetof(struct seg_control, result));
   if (!get_word(j, offsetof(struct seg_control, left)) || result) {
-    erase_code(j);
+    j->is_written = true;
     if (!result) return said(j, INJECT_REFUSED, ENOMEM, "mmap");
     return said(j, INJECT_REFUSED, (int)result, "pthread_create");
   }
@@ -403,12 +431,10 @@ static int finish(struct job *j) {
 }
 
 static int borrow(struct job *j) {
-  j->since_ns = now_ns();
-  if (stop(j) || read_registers(j) || look(j) || write_code(j)) return -1;
-  if (divert(j)) {
-    erase_code(j);
-    return -1;
-  }
+  j->since_ns = j->taken_ns = now_ns();
+  if (stop(j, j->plan->stop_us)) return -1;
+  j->taken_ns = j->since_ns;
+  if (read_registers(j) || look(j) || write_registers(j) || divert(j)) return -1;
   go_on(j, 0);
   return wait_back(j) < 0 ? -1 : finish(j);
 }
@@ -417,7 +443,6 @@ static int borrow(struct job *j) {
 static void *work(void *argument) {
   struct job *j = argument;
   const struct inject_plan *p = j->plan;
-  uint64_t begun_ns = now_ns();
   if (p->lock && p->lock != p->tid && trace(PTRACE_SEIZE, p->lock, 0, 0)) {
     said(j, INJECT_ERROR, errno, "PTRACE_SEIZE");
     return NULL;
@@ -426,9 +451,13 @@ static void *work(void *argument) {
     said(j, errno == ESRCH ? INJECT_GONE : INJECT_ERROR, errno, "PTRACE_SEIZE");
     return NULL;
   }
-  borrow(j);
-  let_go(j);
-  j->result->away_ns = now_ns() - begun_ns;
+  if (!write_code(j)) {
+    borrow(j);
+    let_go(j);
+  }
+  erase_code(j);
+  if (j->memory >= 0) close(j->memory);
+
   return NULL;
 }
 
@@ -445,6 +474,7 @@ int inject__try(const struct inject_plan *plan, struct inject_result *result) {
   memset(result, 0, sizeof(*result));
   if (!job) return -ENOMEM;
   job->plan = plan;
+  job->memory = -1;
   job->result = result;
   if (!fits_registers()) said(job, INJECT_ERROR, ENOSYS, "the processor's registers");
   else if (!(error = pthread_create(&thread, NULL, work, job))) pthread_join(thread, NULL);

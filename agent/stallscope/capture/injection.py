@@ -25,7 +25,7 @@ __all__ = ["Borrowed", "Injection", "inject"]
 
 ENTRY = "stallscope_inject"
 PATIENCE_S, LOADING_S, RELEASE_S = 5.0, 10.0, 5.0
-STOP_US, BLOCKED_US, BACK_US = 20_000, 30_000, 5_000_000
+STOP_US, BLOCKED_US, BACK_US = 100_000, 30_000, 5_000_000
 A_ROUND, MAX_THREADS = 4, 256
 LEFT_S = 0.005
 # Calls in which threads wait for long, and hold nothing (x86-64): read, poll, select, pause, nanosleep, accept, recvfrom,
