@@ -461,6 +461,10 @@ static void *work(void *argument) {
   return NULL;
 }
 
+const uint8_t *inject__mark(void) {
+  return stub_begin;
+}
+
 static bool fits_registers(void) {
   uint32_t a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
@@ -483,6 +487,11 @@ int inject__try(const struct inject_plan *plan, struct inject_result *result) {
 }
 
 #else
+const uint8_t *inject__mark(void) {
+  static const uint8_t none[INJECT_MARK];
+  return none;
+}
+
 int inject__try(const struct inject_plan *plan, struct inject_result *result) {
   (void)plan;
   memset(result, 0, sizeof(*result));

@@ -11,8 +11,9 @@
 #endif
 
 #define INJECT_ROOM 1024 /* bytes of code and data */
-#define INJECT_PATH 320
 #define INJECT_RANGES 32
+
+enum inject_sizes { INJECT_MARK = 32 };
 
 enum inject_code {
   INJECT_DONE = 0,      /* it is back, and the new thread has begun */
@@ -57,4 +58,6 @@ struct inject_result {
 
 /* 0, or -errno where not even a thread could be made. Takes at most stop_us + back_us, and a few milliseconds. */
 int inject__try(const struct inject_plan *plan, struct inject_result *result);
+/* With what the code begins that an injector leaves behind when it is killed; INJECT_MARK bytes. */
+const uint8_t *inject__mark(void);
 #endif

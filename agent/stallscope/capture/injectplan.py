@@ -6,6 +6,7 @@ the rights of that process, so the worst that a process can do by lying is to ha
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import re
@@ -13,6 +14,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from stallscope.capture._drain import ffi, lib
 from stallscope.capture.environ import LIBC
 from stallscope.capture.mapped import open_mapping
 from stallscope.capture.parser_client import ElfSymbols, ParserClient, ParserFailed
@@ -21,6 +23,7 @@ from stallscope.capture.procfs import MAX_MAPS_BYTES, Mapping, executable_mappin
 __all__ = ["ROOM", "NoPlace", "Plan", "find_gap", "find_room", "make_plan"]
 
 ROOM = 1024  # INJECT_ROOM, native/inject/inject.h
+MARK = bytes(ffi.buffer(lib.inject__mark(), lib.INJECT_MARK))
 PAGE = 4096
 LOW, HIGH = 1 << 32, (1 << 47) - (1 << 32)  # neither what 32-bit code uses nor the end of the address space
 NEEDED = ("pthread_create", "pthread_self", "pthread_detach", "dlopen", "dlsym", "dlerror", "__errno_location")
@@ -124,14 +127,25 @@ def find_room(pid: int, mappings: Sequence[Mapping]) -> int:
     """Address of ROOM zero bytes at the end of executable memory: what fills the last page. Raises NoPlace, OSError."""
     with open(f"{live_path(pid)}/mem", "rb", buffering=0) as memory:
         for mapping in mappings:
-            try:
-                memory.seek(mapping.end - ROOM)
-                data = memory.read(ROOM)
-            except (OSError, ValueError):
-                continue
-            if len(data) == ROOM and not any(data):
-                return mapping.end - ROOM
+            room = _room_at_end(memory, mapping)
+            if room is not None:
+                return room
     raise NoPlace("no library leaves room for code at the end of its own")
+
+
+def _room_at_end(memory: io.FileIO, mapping: Mapping) -> int | None:
+    """Below what an injector that was killed has left there: a thread may be in it yet."""
+    for at in range(mapping.end - ROOM, mapping.end - PAGE - 1, -ROOM):
+        try:
+            memory.seek(at)
+            data = memory.read(ROOM)
+        except (OSError, ValueError):
+            return None
+        if len(data) == ROOM and not any(data):
+            return at
+        if not data.startswith(MARK):
+            return None
+    return None
 
 
 def find_gap(pid: int, size: int) -> int:
