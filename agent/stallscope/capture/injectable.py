@@ -46,8 +46,8 @@ def require_injectable(pid: int, library: Path = SHIM_INJECT, machine: str | Non
         raise TargetProblem(what, why="the process has ended", hint="list the processes: ps -e") from error
     if mode != 0:
         raise TargetProblem(
-            what, why=f"it has a seccomp filter (Seccomp: {mode} in /proc/{pid}/status), which may kill it for the calls "
-            "that loading a library takes", hint=_BPF,
+            what, why=f"it has a seccomp filter (Seccomp: {mode} in /proc/{pid}/status), which may kill it for what "
+            "loading a library takes", hint=_BPF,
         )  # fmt: skip
 
 
@@ -73,9 +73,8 @@ def _denied(what: str, error: OSError) -> StallscopeError:
         why += " although CAP_SYS_PTRACE is there: another user namespace or a security module protects the process"
         return PermissionProblem(what, why=why, hint="see the audit log: ausearch -m avc, or dmesg")
     reason = _YAMA.get(scope, "the process belongs to someone else, or is protected (setuid, prctl PR_SET_DUMPABLE)")
-    return PermissionProblem(
-        what, why=f"{why}: {reason}, and this process lacks CAP_SYS_PTRACE", hint="run it as root: sudo stallscope attach ..."
-    )
+    why = f"{why}: {reason}, and this process lacks CAP_SYS_PTRACE"
+    return PermissionProblem(what, why=why, hint="run it as root: sudo stallscope attach ...")
 
 
 def _require_kind(what: str, path: str, library: Path) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +17,19 @@ from stallscope.capture._drain import ffi, lib
 from stallscope.capture.injectplan import ROOM, NoPlace, Plan, find_gap, find_room, make_plan
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import clean, executable_mappings, is_leaderless, live_path, name_of, threads_of
+from stallscope.capture.remoteexec import asked, is_asked, script
 from stallscope.errors import PermissionProblem, StallscopeError, TargetProblem
 from stallscope.paths import SHIM_INJECT
 
 __all__ = ["Borrowed", "Injection", "inject"]
 
 ENTRY = "stallscope_inject"
-PATIENCE_S, LOADING_S, RELEASE_S = 5.0, 10.0, 5.0
+PATIENCE_S, LOADING_S, RELEASE_S, ASKED_S = 5.0, 10.0, 5.0, 1.0
 STOP_US, BLOCKED_US, BACK_US = 100_000, 30_000, 5_000_000
 A_ROUND, MAX_THREADS = 4, 256
 LEFT_S = 0.005
-# Calls in which threads wait for long, and hold nothing (x86-64): read, poll, select, pause, nanosleep, accept, recvfrom,
-# recvmsg, futex, epoll_wait, clock_nanosleep, pselect6, ppoll, epoll_pwait.
+# Calls in which threads wait for long, and hold nothing (x86-64): read, poll, select, pause, nanosleep, accept,
+# recvfrom, recvmsg, futex, epoll_wait, clock_nanosleep, pselect6, ppoll, epoll_pwait.
 LONG_WAITS = frozenset(("0", "7", "23", "34", "35", "43", "45", "47", "202", "232", "230", "270", "271", "281"))
 _TRACED = "end the debugger or tracer that holds it, then attach again"
 _AGAIN = "attach again, or start the program under `stallscope run`"
@@ -38,7 +38,7 @@ _WORDS = {
     lib.INJECT_AVOIDED: "every thread was inside malloc or the loader each time it was looked at",
     lib.INJECT_SIGNAL: "every thread was inside a signal handler, or about to be, each time it was looked at",
     lib.INJECT_ODD: "no thread was in code that can be interrupted",
-    lib.INJECT_ABANDONED: "pthread_create did not go on in the borrowed thread, which has been put back: malloc is held",
+    lib.INJECT_ABANDONED: "pthread_create did not go on in the borrowed thread, which was put back: malloc is held",
     lib.INJECT_GONE: "the threads that were asked have ended",
 }
 
@@ -58,24 +58,25 @@ class Injection:
     Attributes:
         tries: every thread that was asked, the one that did it last.
         slots: how many slots were set.
+        control: address of the block of memory.
     """
 
     def __init__(self, pid: int, memory: int, control: int, tries: list[Borrowed]) -> None:
         self.pid, self.tries = pid, tries
-        self._memory, self._control = memory, control
+        self._memory, self.control = memory, control
         self._beats = self.slots = 0
         self._is_over = False
 
     def _get(self, field: str) -> int | None:
         """None: the process, or the block, is gone."""
         with contextlib.suppress(OSError):
-            data = os.pread(self._memory, 4, self._control + ffi.offsetof("struct seg_control", field))
+            data = os.pread(self._memory, 4, self.control + ffi.offsetof("struct seg_control", field))
             return int.from_bytes(data, "little") if len(data) == 4 else None
         return None
 
     def _set(self, field: str, value: int) -> bool:
         with contextlib.suppress(OSError):
-            at = self._control + ffi.offsetof("struct seg_control", field)
+            at = self.control + ffi.offsetof("struct seg_control", field)
             return os.pwrite(self._memory, value.to_bytes(4, "little"), at) == 4
         return False
 
@@ -105,7 +106,7 @@ class Injection:
 
     def _text(self) -> str:
         with contextlib.suppress(OSError):
-            at = self._control + ffi.offsetof("struct seg_control", "text")
+            at = self.control + ffi.offsetof("struct seg_control", "text")
             data = os.pread(self._memory, lib.SEG_CONTROL_TEXT, at)
             return clean(data.partition(b"\0")[0].decode("utf-8", "replace"))
         return ""
@@ -159,17 +160,33 @@ def inject(pid: int, parser: ParserClient, library: Path = SHIM_INJECT, *, patie
     Raises TargetProblem, PermissionProblem.
     """
     try:
-        plan = make_plan(pid, parser)
         memory = os.open(f"{live_path(pid)}/mem", os.O_RDWR | os.O_CLOEXEC)
-    except NoPlace as problem:
-        raise _problem(pid, str(problem), _AGAIN) from problem
     except OSError as error:
-        raise _problem(pid, f"its memory can't be written ({error.strerror})", _AGAIN) from error
+        raise _problem(pid, f"its memory can't be written ({error.strerror or 'it has ended'})", _AGAIN) from error
     try:
-        return _start(pid, plan, memory, library, patience_s)
-    except BaseException:
+        return _by_python(pid, memory, library) or _start(pid, make_plan(pid, parser), memory, library, patience_s)
+    except BaseException as error:
         os.close(memory)
+        if isinstance(error, NoPlace):
+            raise _problem(pid, str(error), _AGAIN) from error
+        if isinstance(error, OSError):
+            raise _problem(pid, f"it can't be read ({error.strerror or 'it has ended'})", _AGAIN) from error
         raise
+
+
+def _by_python(pid: int, memory: int, library: Path) -> Injection | None:
+    """Where the interpreter can be asked, and answers; None where its main thread does not come to it in time."""
+    if not is_asked(pid):
+        return None
+    found = Injection(pid, memory, find_gap(pid, lib.SEG_CONTROL_BYTES), [])
+    with contextlib.suppress(OSError, RuntimeError, ValueError), asked(pid, script(library, ENTRY, found.control)):
+        end = time.monotonic() + ASKED_S
+        while found.state() is None and time.monotonic() < end:
+            time.sleep(0.001)
+    if found.state() is None:
+        return None
+    found.wait_ready()
+    return found
 
 
 def _start(pid: int, plan: Plan, memory: int, library: Path, patience_s: float) -> Injection:
@@ -206,7 +223,7 @@ def _candidates(pid: int) -> list[int]:
 
 
 def _try(pid: int, tid: int, plan: Plan, library: Path, tries: list[Borrowed]) -> tuple[int, int]:
-    """(where the control block is, enum inject_code). Raises StallscopeError where another thread would do no better."""
+    """(where the control block is, enum inject_code). Raises StallscopeError where no other thread would do better."""
     control = find_gap(pid, lib.SEG_CONTROL_BYTES)
     result = ffi.new("struct inject_result *")
     asked = _filled(pid, tid, plan, control, library)
@@ -231,7 +248,9 @@ def _filled(pid: int, tid: int, plan: Plan, control: int, library: Path) -> Any:
     p.n_avoid = len(plan.avoid)
     path = os.fsencode(library)
     if len(path) >= len(p.path):
-        raise _problem(pid, f"the path of {library} is too long", "install stallscope into a folder with a shorter name")
+        raise _problem(
+            pid, f"the path of {library} is too long", "install stallscope into a folder with a shorter name"
+        )
     p.path, p.entry = path, ENTRY.encode()
     return p
 

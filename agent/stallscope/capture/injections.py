@@ -15,10 +15,10 @@ from stallscope.capture.target import Target
 from stallscope.errors import StallscopeError
 from stallscope.wire.frames import Kind
 
-__all__ = ["Injections", "has_shim"]
+__all__ = ["Injections", "has_shim", "libraries_of"]
 
 _UNSEEN = (
-    "the library was put into the running process: calls that go through addresses which the program had fetched before "
+    "the library was put into the running process: calls through addresses that the program had fetched before "
     "(ctypes, Triton, what a statically linked runtime keeps) go past it"
 )
 _FLYING = "calls under way when the library came are not seen until they end"
@@ -47,7 +47,7 @@ class Injections:
                 continue
             if target.pid in self._wanted:
                 self._put(target)
-            elif _has_cuda(target.pid):
+            elif libraries_of(target.pid):
                 self._try(target)
 
     def _try(self, target: Target) -> None:
@@ -83,14 +83,14 @@ class Injections:
             if found is None and not target.ended:
                 self._note(target, "the library did not answer at the detach; it lets go by itself within ten seconds")
             if found is not None and found[1]:
-                self._note(target, f"{found[1]} places that call CUDA held something else at the detach and were left so")
+                self._note(target, f"{found[1]} places that call CUDA held something else by then and were left so")
         self._held.clear()
 
     def tell_children(self, live: Sequence[Target], has: Callable[[Target], bool]) -> None:
         """At the end: forked meanwhile they have it and keep it, started by exec they never had it."""
         others = [target for target in live if target.proc not in self._held]
         kept = [target for target in others if has(target) and not has_shim(target.pid)]
-        without = [target for target in others if not has(target) and _has_cuda(target.pid)]
+        without = [target for target in others if not has(target) and libraries_of(target.pid)]
         if kept:
             self._note(None, f"{len(kept)} children, forked meanwhile, keep the library until they exec or end")
         for target in without:
@@ -114,8 +114,9 @@ def has_shim(pid: int) -> bool:
     return any(is_shim(path) for path in _paths(pid))
 
 
-def _has_cuda(pid: int) -> bool:
-    return any(match(path) for path in _paths(pid))
+def libraries_of(pid: int) -> set[str]:
+    """CUDA's libraries in the process, by their names."""
+    return {library for path in _paths(pid) if (library := match(path))}
 
 
 def _paths(pid: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Where in a process the injector finds what it needs: functions of libc, room for code, places that are to be avoided.
 
-All addresses come from the process's maps and, by the parser, from the files behind them. Code that runs there runs with
-the rights of that process, so the worst that a process can do by lying is to harm itself.
+All addresses come from the process's maps and, by the parser, from the files behind them. What runs there has the rights
+of that process, so the worst that a process can do by lying is to harm itself.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ def find_gap(pid: int, size: int) -> int:
     """Address of so many unmapped bytes, away from all that grows; another one each time. Raises NoPlace, OSError."""
     with open(f"{live_path(pid)}/maps", "rb") as file:
         lines = file.read(MAX_MAPS_BYTES).splitlines()
-    used = [(int(start, 16), int(end, 16)) for start, _, end in (line.split(b" ", 1)[0].partition(b"-") for line in lines)]
+    used = [
+        (int(start, 16), int(end, 16)) for start, _, end in (line.split(b" ", 1)[0].partition(b"-") for line in lines)
+    ]
     ends, starts = [LOW, *(end for _, end in used)], [*(start for start, _ in used), HIGH]
     low, high = max(zip(ends, starts, strict=True), key=lambda gap: min(gap[1], HIGH) - max(gap[0], LOW))
     low, high = max(low, LOW), min(high, HIGH)

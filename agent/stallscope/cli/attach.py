@@ -173,12 +173,10 @@ class Attach:
         if not targets:
             print("the target ended during the attach", file=sys.stderr)
             return
-        libraries = sorted({lib.library for t in targets for lib in t.linked.values()})
-        hooks = sum(lib.by_shim or len(lib.resolved.points) for t in targets for lib in t.linked.values())
+        libraries, hooks = self._way.reach(targets)
         pids = ", ".join(f"{t.pid} ({t.facts.name})" for t in targets[:4]) + (" …" if len(targets) > 4 else "")
         where = " and ".join(libraries) if libraries else "no library yet"
-        functions = f"{hooks} functions in {where}" if self._way.method == "bpf" else f"functions in {where}"
-        print(f"attached to PID {pids}: {functions}, method {self._way.method}", file=sys.stderr)
+        print(f"attached to PID {pids}: {hooks} functions in {where}, method {self._way.method}", file=sys.stderr)
         if self.args.sample > 1:
             print(
                 f"recording 1 in {self.args.sample:g} launches, copies and short waits; counts stay exact",
