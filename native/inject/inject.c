@@ -12,6 +12,7 @@
 #include <cpuid.h>
 #include <elf.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -443,6 +444,8 @@ static int borrow(struct job *j) {
 static void *work(void *argument) {
   struct job *j = argument;
   const struct inject_plan *p = j->plan;
+  struct sched_param first = {.sched_priority = 1};
+  sched_setscheduler(0, SCHED_RR, &first); /* while it waits for a processor another thread stands still; where permitted */
   if (p->lock && p->lock != p->tid && trace(PTRACE_SEIZE, p->lock, 0, 0)) {
     said(j, INJECT_ERROR, errno, "PTRACE_SEIZE");
     return NULL;

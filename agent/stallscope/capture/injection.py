@@ -50,6 +50,8 @@ class Borrowed(NamedTuple):
     code: int
     stopped_ns: int
     away_ns: int
+    at: str = ""
+    error: int = 0
 
 
 class Injection:
@@ -230,7 +232,9 @@ def _try(pid: int, tid: int, plan: Plan, library: Path, tries: list[Borrowed]) -
     error = lib.inject__try(asked, result)
     if error:
         raise _problem(pid, f"no thread can be made here ({os.strerror(-error)})", "free some memory")
-    tries.append(Borrowed(tid, result.code, result.stopped_ns, result.away_ns))
+    tries.append(
+        Borrowed(tid, result.code, result.stopped_ns, result.away_ns, ffi.string(result.at).decode(), result.error)
+    )
     if result.code in (lib.INJECT_ERROR, lib.INJECT_REFUSED):
         raise _refused(pid, ffi.string(result.at).decode(), result.error)
     return control, result.code

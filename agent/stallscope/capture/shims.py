@@ -124,6 +124,8 @@ class Shims:
         self._held[target.proc] = held
         target.preloaded = True
         self._set_mode(held)
+        if self.injected:
+            self._links.tell_mapped(target, begun_ns)
         self._begin(held, is_late=begun_ns < self._now() - LATE_NS)
         if begun_ns < self._begun_ns - LATE_NS and not segment.header.readers:
             age_s = (self._now() - begun_ns) / 1e9

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from stallscope.errors import PermissionProblem, StallscopeError
-from stallscope.wire.hook_table import HOOKS
 
 if TYPE_CHECKING:
     from stallscope.capture.target import Target
@@ -22,11 +21,6 @@ class Way(NamedTuple):
 
     def reach(self, targets: Sequence[Target]) -> tuple[list[str], int]:
         """Libraries that are there, and how many of their functions are seen, over all processes."""
-        if self.method == "inject":
-            from stallscope.capture.injections import libraries_of
-
-            found = [library for target in targets for library in libraries_of(target.pid)]
-            return sorted(set(found)), sum(hook.library == library for library in found for hook in HOOKS)
         linked = [library for target in targets for library in target.linked.values()]
         functions = sum(one.by_shim or len(one.resolved.points) for one in linked)
         return sorted({one.library for one in linked}), functions
