@@ -9,29 +9,20 @@
 #include <string.h>
 
 #if defined(__x86_64__)
+#include "job.h"
 #include <cpuid.h>
 #include <elf.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdlib.h>
-#include <sys/ptrace.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
-#include <sys/user.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-#define NEAR 2048      /* bytes of stack where malloc's and the loader's own frames would stand */
-#define FAR (64 << 10) /* where a signal's frame would */
-#define CODE_64 0x33
-#define REGISTERS_MOST 16384
 #define RESTART_SYSCALL 219
-#define GET_RSEQ 0x420f /* PTRACE_GET_RSEQ_CONFIGURATION, Linux 5.13 */
-#define RSEQ_CS_AT 8
 /* What a thread waits in that may be put back, and what gives EINTR for a stop although no signal came. */
 static const uint16_t waits[] = {SYS_futex, SYS_nanosleep, SYS_clock_nanosleep, SYS_poll, SYS_ppoll, SYS_pselect6,
                                  SYS_read,  SYS_pause};
@@ -40,20 +31,6 @@ static const uint16_t touchy[] = {SYS_epoll_wait, SYS_epoll_pwait, 441 /* epoll_
 #define IS_ONE_OF(number, list) is_one_of(number, list, sizeof(list) / sizeof(*(list)))
 /* Of the kernel, seen by ptrace alone: a system call that goes on when nothing is done. */
 enum { RESTART_SYS = 512, RESTART_NOINTR = 513, RESTART_NOHAND = 514, RESTART_BLOCK = 516 };
-
-struct job {
-  const struct inject_plan *plan;
-  struct inject_result *result;
-  struct user_regs_struct regs;
-  uint8_t extended[REGISTERS_MOST];
-  size_t extended_bytes;
-  uint64_t mask;
-  uint64_t since_ns, taken_ns; /* of the stop; of the first one */
-  uint64_t stack[FAR / 8];
-  int memory;      /* /proc/PID/mem */
-  bool is_written; /* the code stands there, and no thread is in it */
-  int held;        /* a signal that came while it was stopped: delivered when it goes on */
-};
 
 static bool is_one_of(uint64_t number, const uint16_t *list, size_t n) {
   for (size_t i = 0; i < n; i++)
@@ -70,23 +47,6 @@ static uint64_t now_ns(void) {
 static void rest_us(unsigned us) {
   struct timespec t = {0, us * 1000L};
   nanosleep(&t, NULL);
-}
-
-static int said(struct job *j, enum inject_code code, int error, const char *at) {
-  j->result->code = code;
-  j->result->error = error;
-  strncpy(j->result->at, at, sizeof(j->result->at) - 1);
-  return -1;
-}
-
-static long trace(enum __ptrace_request request, pid_t tid, uintptr_t address, uintptr_t data) {
-  return ptrace(request, tid, (void *)address, (void *)data);
-}
-
-static size_t read_memory(pid_t pid, uint64_t at, void *to, size_t bytes) {
-  struct iovec local = {to, bytes}, remote = {(void *)(uintptr_t)at, bytes};
-  ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
-  return n > 0 ? (size_t)n : 0;
 }
 
 /* Its stop, and nobody else's: a wait for any child would take those of the caller's. 1 stopped, 0 not yet, -1 gone. */
@@ -132,57 +92,6 @@ static int stop(struct job *j, uint32_t us) {
     tend_lock(j);
     if (!got) j->since_ns = looked_ns, rest_us(20);
   }
-}
-
-static bool is_call_before(pid_t pid, uint64_t address) {
-  uint8_t code[8] = {0};
-  if (read_memory(pid, address - 8, code, 8) != 8) return true; /* not known: rather not */
-  if (code[3] == 0xe8) return true;
-  for (int at = 1; at <= 6; at++) /* ff /2 with its address byte, and what belongs to it, 2 to 7 bytes long */
-    if (code[at] == 0xff && (code[at + 1] >> 3 & 7) == 2) return true;
-  return false;
-}
-
-static bool is_avoided(const struct inject_plan *p, uint64_t address) {
-  for (uint32_t i = 0; i < p->n_avoid && i < INJECT_RANGES; i++)
-    if (address >= p->avoid[i].from && address < p->avoid[i].to) return true;
-  return false;
-}
-
-/* Whether its stack says that pthread_create must not be called now. */
-static int look_at_stack(struct job *j) {
-  uint64_t *words = j->stack;
-  size_t n = read_memory(j->plan->pid, j->regs.rsp, words, NEAR) / 8;
-  if (n) n = (read_memory(j->plan->pid, j->regs.rsp, words, FAR) / 8) ?: n;
-  for (size_t i = 0; i < n; i++) {
-    bool is_near = i < NEAR / 8 && is_avoided(j->plan, words[i]);
-    if (is_near && is_call_before(j->plan->pid, words[i])) {
-      j->result->pc = words[i];
-      return said(j, INJECT_AVOIDED, 0, "stack");
-    }
-    if (j->plan->restorer && words[i] == j->plan->restorer) return said(j, INJECT_SIGNAL, 0, "stack");
-  }
-  return n ? 0 : said(j, INJECT_ODD, 0, "its stack can't be read");
-}
-
-static bool is_in_rseq(pid_t tid) {
-  struct {
-    uint64_t address;
-    uint32_t bytes, signature, flags, pad;
-  } area = {0};
-  uint64_t section = 0;
-  if (ptrace(GET_RSEQ, tid, (void *)sizeof(area), &area) <= 0 || !area.address) return false;
-  return read_memory(tid, area.address + RSEQ_CS_AT, &section, 8) != 8 || section;
-}
-
-static int look(struct job *j) {
-  const struct inject_plan *p = j->plan;
-  j->result->pc = j->regs.rip;
-  if (j->held) return said(j, INJECT_SIGNAL, 0, "a signal is about to be delivered");
-  if (j->regs.cs != CODE_64) return said(j, INJECT_ODD, 0, "32-bit code");
-  if (is_avoided(p, j->regs.rip)) return said(j, INJECT_AVOIDED, 0, "pc");
-  if ((int64_t)j->regs.orig_rax < 0 && is_in_rseq(p->tid)) return said(j, INJECT_ODD, 0, "a restartable sequence");
-  return look_at_stack(j);
 }
 
 static int read_registers(struct job *j) {
@@ -435,7 +344,7 @@ static int borrow(struct job *j) {
   j->since_ns = j->taken_ns = now_ns();
   if (stop(j, j->plan->stop_us)) return -1;
   j->taken_ns = j->since_ns;
-  if (read_registers(j) || look(j) || write_registers(j) || divert(j)) return -1;
+  if (read_registers(j) || inject_look(j) || write_registers(j) || divert(j)) return -1;
   go_on(j, 0);
   return wait_back(j) < 0 ? -1 : finish(j);
 }
@@ -445,7 +354,8 @@ static void *work(void *argument) {
   struct job *j = argument;
   const struct inject_plan *p = j->plan;
   struct sched_param first = {.sched_priority = 1};
-  sched_setscheduler(0, SCHED_RR, &first); /* while it waits for a processor another thread stands still; where permitted */
+  sched_setscheduler(0, SCHED_RR,
+                     &first); /* while it waits for a processor another thread stands still; where permitted */
   if (p->lock && p->lock != p->tid && trace(PTRACE_SEIZE, p->lock, 0, 0)) {
     said(j, INJECT_ERROR, errno, "PTRACE_SEIZE");
     return NULL;

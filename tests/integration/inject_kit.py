@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from stallscope.capture._drain import lib
+
 from stallscope.capture.injection import Injection
 
 NAMES = {getattr(lib, name): name.removeprefix("INJECT_").lower() for name in dir(lib) if name.startswith("INJECT_")

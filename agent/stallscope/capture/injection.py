@@ -50,8 +50,6 @@ class Borrowed(NamedTuple):
     code: int
     stopped_ns: int
     away_ns: int
-    at: str = ""
-    error: int = 0
 
 
 class Injection:
@@ -207,7 +205,7 @@ def _start(pid: int, plan: Plan, memory: int, library: Path, patience_s: float) 
         if time.monotonic() > end:
             why = _WORDS[tries[-1].code] if tries else "no thread of it can be asked: they are stopped"
             raise _problem(pid, f"{why} ({len(tries)} tries in {patience_s:.0f} s)", _AGAIN)
-        time.sleep(0.01)
+        time.sleep(min(0.05, 0.001 * len(tries)))
 
 
 def _candidates(pid: int) -> list[int]:
@@ -232,9 +230,7 @@ def _try(pid: int, tid: int, plan: Plan, library: Path, tries: list[Borrowed]) -
     error = lib.inject__try(asked, result)
     if error:
         raise _problem(pid, f"no thread can be made here ({os.strerror(-error)})", "free some memory")
-    tries.append(
-        Borrowed(tid, result.code, result.stopped_ns, result.away_ns, ffi.string(result.at).decode(), result.error)
-    )
+    tries.append(Borrowed(tid, result.code, result.stopped_ns, result.away_ns))
     if result.code in (lib.INJECT_ERROR, lib.INJECT_REFUSED):
         raise _refused(pid, ffi.string(result.at).decode(), result.error)
     return control, result.code

@@ -49,6 +49,7 @@ class Injections:
                 self._put(target)
             elif libraries_of(target.pid):
                 self._try(target)
+            self.beat()  # the first ones must not wait for the last
 
     def _try(self, target: Target) -> None:
         try:

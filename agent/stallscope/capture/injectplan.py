@@ -1,7 +1,7 @@
 """Where in a process the injector finds what it needs: functions of libc, room for code, places that are to be avoided.
 
-All addresses come from the process's maps and, by the parser, from the files behind them. What runs there has the rights
-of that process, so the worst that a process can do by lying is to harm itself.
+All addresses come from the process's maps and, by the parser, from the files behind them. What runs there has the
+rights of that process, so the worst that a process can do by lying is to harm itself.
 """
 
 from __future__ import annotations

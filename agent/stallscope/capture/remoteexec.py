@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +22,8 @@ __all__ = ["asked", "is_asked", "script"]
 MAGIC = 0x316C7274636C7473  # SEG_CONTROL_MAGIC, native/shim/control.h
 _PYTHON = re.compile(r"(?:lib)?python3\.(\d+)[a-z]*(?:\.so[0-9.]*)?(?: \(deleted\))?")
 _SWITCHED_OFF = b"PYTHON_DISABLE_REMOTE_DEBUG="
-# In a thread of its own, which ends at once: what goes on is none of the interpreter's, as after ptrace. The numbers are
-# PROT_READ | PROT_WRITE and MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE.
+# In a thread of its own, which ends at once: what goes on is none of the interpreter's, as after ptrace. The numbers
+# are PROT_READ | PROT_WRITE and MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE.
 _SCRIPT = """\
 def _stallscope_begin():
     import _thread

@@ -54,7 +54,7 @@ class Shims:
 
     Attributes:
         prepare: asked before a segment is taken; False when the process can get no slot.
-        injected: whether segments of injected libraries count, too.
+        injected: whether those of injected libraries count.
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], int], links: ShimLinks, settings: ShimSettings) -> None:
@@ -65,8 +65,7 @@ class Shims:
         self._begun_ns = clock()
         self._tap = False
         self._unready: dict[tuple[int, int], tuple[int, bool]] = {}
-        self.refused = 0
-        self.injected = False
+        self.refused, self.injected = 0, False
         self.prepare: Callable[[Target], bool] = lambda target: True
 
     def has(self, target: Target) -> bool:
@@ -81,10 +80,8 @@ class Shims:
 
     def find(self, target: Target) -> bool:
         """Take the process's segment if it has one; whether it has."""
-        for fd in candidates(target.pid, injected=self.injected):
-            if self.adopt(target, fd, is_own=False):
-                return True
-        return self.has(target)
+        fds = candidates(target.pid, injected=self.injected)
+        return any(self.adopt(target, fd, is_own=False) for fd in fds) or self.has(target)
 
     def adopt(self, target: Target, fd: int, *, is_own: bool = True) -> bool:
         """Read this process through the segment behind `fd`, which is taken over; whether it is read.
@@ -367,8 +364,8 @@ class Shims:
         return [(one.target.pid, self._guarded(one, one.segment.comms, [])) for one in held]
 
     def rows(self) -> list[InflightRow]:
-        """Threads that are inside a call now; the call's thread is named by the process's pid on this host."""
-        return [row for held in self._held.values() if held.is_open and self._counter for row in self._rows(held)]
+        """Threads that are inside a call now."""
+        return [row for held in self._held.values() if held.is_open for row in self._rows(held)]
 
     def poll_losses(self, now: int) -> None:
         """Place losses in time."""
