@@ -9,8 +9,7 @@
 #include <sys/prctl.h>
 
 #define LOOK_NS 20000000
-#define SEEN_LOOKS 250   /* 5 s */
-#define SILENT_LOOKS 500 /* 10 s: the injector beats every second */
+#define MOST_LOOKS 250 /* 5 s; the injector beats every second */
 
 bool seg_injected, seg_released;
 static uint32_t owner; /* pid: a forked child has no thread of ours */
@@ -52,7 +51,7 @@ static const char *begin(struct seg_control *c) {
 static void serve(struct seg_control *c) {
   uint32_t beat = load(&c->beat), silent = 0;
   bool again = true;
-  while (!load(&c->release) && silent < SILENT_LOOKS) {
+  while (!load(&c->release) && silent < MOST_LOOKS) {
     rest();
     if (again) seg_look_again();
     again = seg_look_around() && !again;
@@ -70,9 +69,11 @@ static void release(struct seg_control *c) {
   __atomic_store_n(&owner, 0, __ATOMIC_RELEASE);
 }
 
-/* The borrowed thread has its stack here until it has left. Where nobody looks, that is waited for alone. */
+/* What became of it stays until the injector has seen it, if there is one. The borrowed thread has its stack here until it
+ * has left. */
 static void leave(struct seg_control *c) {
-  for (int i = 0; i < SEEN_LOOKS && !load(&c->seen); i++) rest();
+  bool is_asked = load(&c->release) || load(&c->state) == SEG_CONTROL_FAILED;
+  for (int i = 0; is_asked && i < MOST_LOOKS && !load(&c->seen); i++) rest();
   if (load(&c->left)) syscall(SYS_munmap, c, (size_t)SEG_CONTROL_BYTES);
 }
 

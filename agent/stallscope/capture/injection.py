@@ -53,7 +53,7 @@ class Borrowed(NamedTuple):
 
 
 class Injection:
-    """The library in one process; `release` it, or it lets go by itself ten seconds after the last `beat`.
+    """The library in one process; `release` it, or it lets go by itself five seconds after the last `beat`.
 
     Attributes:
         tries: every thread that was asked, the one that did it last.

@@ -70,7 +70,7 @@ class Injections:
             if not injection.beat() and not target.ended:
                 del self._held[target.proc]
                 injection.close()
-                why = "the library let go of the process: it execed, or this capture stood still for ten seconds"
+                why = "the library let go of the process: it execed, or this capture stood still for five seconds"
                 self._note(target, why)
                 self._gap(target, self._clock(), why)
 
@@ -82,7 +82,7 @@ class Injections:
             if away:
                 self._note(target, f"{away} places that call CUDA were left as they are: the table of them was full")
             if found is None and not target.ended:
-                self._note(target, "the library did not answer at the detach; it lets go by itself within ten seconds")
+                self._note(target, "the library did not answer at the detach; it lets go by itself within five seconds")
             if found is not None and found[1]:
                 self._note(target, f"{found[1]} places that call CUDA held something else by then and were left so")
         self._held.clear()
