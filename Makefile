@@ -44,7 +44,7 @@ $(VENV)/installed.stamp: $(BUILD)/apt.stamp pyproject.toml setup.py
 	  $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[dev]'; } $(QUIET)
 	@touch $@
 
-$(BUILD)/drain.stamp: $(VENV)/installed.stamp $(wildcard native/drain/*) native/wire.h native/shim/segment.h
+$(BUILD)/drain.stamp: $(VENV)/installed.stamp $(wildcard native/drain/* native/inject/*) native/wire.h native/shim/segment.h native/shim/control.h
 	$(call say,cc,native/drain)
 	$(Q)$(PY) native/drain/build_drain.py $(QUIET)
 	@touch $@

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BPF_OBJECT", "BUILD", "NO_COOKIES_OBJECT", "PROBES", "SHIM", "SIM_LIB", "WIRE_HEADER"]
+__all__ = ["BPF_OBJECT", "BUILD", "NO_COOKIES_OBJECT", "PROBES", "SHIM", "SHIM_INJECT", "SIM_LIB", "WIRE_HEADER"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = ROOT / "probes"
@@ -14,3 +14,4 @@ BPF_OBJECT = BUILD / "probes" / "stallscope.bpf.o"
 NO_COOKIES_OBJECT = BUILD / "probes" / "stallscope.nocookies.bpf.o"
 SIM_LIB = BUILD / "sim" / "lib"
 SHIM = BUILD / "shim" / "libstallscope.so"
+SHIM_INJECT = BUILD / "shim" / "libstallscope-inject.so"

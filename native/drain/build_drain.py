@@ -1,4 +1,4 @@
-"""Builds stallscope.capture._drain (cffi, API mode) from native/drain/*.c and native/wire.h.
+"""Builds stallscope.capture._drain (cffi, API mode) from native/drain/*.c, native/inject/*.c and native/wire.h.
 
 setup.py names `ffibuilder`. For development `python native/drain/build_drain.py` puts the module beside its users,
 into agent/stallscope/capture/.
@@ -21,7 +21,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 MODULE = "stallscope.capture._drain"
 FLAGS = ["-std=c11", "-O2", "-fvisibility=hidden"]
-PRELUDE = '#include "wire.h"\n#include "drain.h"\n'
+PRELUDE = '#include "wire.h"\n#include "drain.h"\n#include "control.h"\n#include "inject.h"\n'
+INJECT, SHIM = ROOT / "native/inject", ROOT / "native/shim"
 
 
 def preprocess(header: Path, *options: str) -> str:
@@ -41,8 +42,11 @@ def make(base: Path | None) -> FFI:
     """The builder, with paths relative to `base`: setuptools wants no absolute ones. None = absolute paths."""
     ffi = FFI()
     ffi.cdef(constants() + preprocess(HERE / "drain.h", "-include", str(ROOT / "native/wire.h")))
-    sources = [os.path.relpath(path, base) if base else str(path) for path in sorted(HERE.glob("*.c"))]
-    folders = [os.path.relpath(path, base) if base else str(path) for path in (HERE, ROOT / "native")]
+    for header in (SHIM / "control.h", INJECT / "inject.h"):
+        ffi.cdef(preprocess(header))
+    files = [*sorted(HERE.glob("*.c")), *sorted(INJECT.glob("*.c"))]
+    sources = [os.path.relpath(path, base) if base else str(path) for path in files]
+    folders = [os.path.relpath(path, base) if base else str(path) for path in (HERE, ROOT / "native", INJECT, SHIM)]
     ffi.set_source(MODULE, PRELUDE, sources=sources, include_dirs=folders, extra_compile_args=FLAGS)
     return ffi
 

@@ -6,6 +6,7 @@
 
 #include "gpu.h"
 #include "loader.h"
+#include "objects.h"
 #include "system.h"
 
 #define NAME "NCCL_PROFILER_PLUGIN"
@@ -123,7 +124,8 @@ static uint32_t claim_plugin(const void *real) {
 }
 
 static uint32_t claim(const void *real) {
-  if (is_switched("off")) return SEG_GPU_OFF;
+  /* An injected library goes, and its name must not stay in the environment. */
+  if (is_switched("off") || seg_injected) return SEG_GPU_OFF;
   uint32_t found = is_switched("events") ? SEG_GPU_EVENTS : claim_plugin(real);
   if (found != SEG_GPU_CLAIMED && is_switched("auto")) found = SEG_GPU_EVENTS;
   if (found == SEG_GPU_EVENTS) seg_pairs_open();

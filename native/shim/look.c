@@ -49,16 +49,35 @@ static int look_at(struct dl_phdr_info *info, size_t size, void *argument) {
   return 0;
 }
 
-void seg_look_around(void) {
+bool seg_look_around(void) {
   struct look now = {0, 0, 0, false};
   dl_iterate_phdr(read_counters, &now);
-  if (LIKELY(now.adds == __atomic_load_n(&adds, __ATOMIC_ACQUIRE) && now.subs == subs)) return;
-  if (__atomic_exchange_n(&looking, 1, __ATOMIC_ACQUIRE)) return;
+  if (LIKELY(now.adds == __atomic_load_n(&adds, __ATOMIC_ACQUIRE) && now.subs == subs)) return false;
+  if (__atomic_exchange_n(&looking, 1, __ATOMIC_ACQUIRE)) return false;
   if (now.subs != subs) memset(seen, 0, sizeof(seen));
   bool gone = now.subs != subs;
-  dl_iterate_phdr(look_at, &now);
+  if (!__atomic_load_n(&seg_released, __ATOMIC_ACQUIRE)) dl_iterate_phdr(look_at, &now);
   if (gone || now.has_provider) seg_forget_reals();
   subs = now.subs;
   __atomic_store_n(&adds, now.adds, __ATOMIC_RELEASE);
+  __atomic_store_n(&looking, 0, __ATOMIC_RELEASE);
+  return true;
+}
+
+static void lock(void) {
+  while (__atomic_exchange_n(&looking, 1, __ATOMIC_ACQUIRE)) syscall(SYS_sched_yield);
+}
+
+void seg_look_again(void) {
+  lock();
+  memset(seen, 0, sizeof(seen));
+  __atomic_store_n(&adds, 0, __ATOMIC_RELEASE);
+  __atomic_store_n(&looking, 0, __ATOMIC_RELEASE);
+}
+
+/* seg_released has been set: who comes after this sets nothing. */
+void seg_unpatch(uint32_t *restored, uint32_t *foreign) {
+  lock();
+  seg_put_back_slots(restored, foreign);
   __atomic_store_n(&looking, 0, __ATOMIC_RELEASE);
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /* The segment of this process: a sealed memfd, or a file in a folder. Made at its first hooked call. */
 #define _GNU_SOURCE
+#include "objects.h"
 #include "system.h"
 #include <stdio.h>
 #include <string.h>
@@ -55,7 +56,9 @@ static bool path_of(char *path, size_t size) {
 }
 
 static int open_file(char *path, size_t size) {
-  if (!seg_set.folder[0]) return (int)syscall(SYS_memfd_create, SEG_NAME, MFD_CLOEXEC_ | MFD_ALLOW_SEALING_);
+  if (!seg_set.folder[0])
+    return (int)syscall(SYS_memfd_create, seg_injected ? SEG_INJECTED_NAME : SEG_NAME,
+                        MFD_CLOEXEC_ | MFD_ALLOW_SEALING_);
   return path_of(path, size) ? sys_open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600) : -1;
 }
 

@@ -56,6 +56,7 @@ bool seg_may_be_ours(const char *name) {
  * it: its caller has been through our wrapper. */
 __attribute__((used)) void *seg_dlsym(void *handle, const char *name, const char *version) {
   int saved = errno;
+  if (__atomic_load_n(&seg_released, __ATOMIC_ACQUIRE)) return NULL;
   if (seg_proc) seg_look_around(); /* not before we have begun ourselves */
   const struct seg_entry *e = seg_may_be_ours(name) ? seg_entry_of(name) : NULL;
   void *real = NULL, *found = NULL;

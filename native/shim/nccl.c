@@ -41,6 +41,12 @@ static struct seg_comm *comm_at(struct seg_header *h, uint64_t comm) {
   return NULL;
 }
 
+void seg_forget_comms(void) {
+  struct seg_header *h = seg_proc->header;
+  memset(rows_of(h), 0, sizeof(struct seg_comm) << SEG_COMM_BITS);
+  __atomic_store_n(&h->losses[SEG_COMMS_TAKEN], 0, __ATOMIC_RELAXED);
+}
+
 static uint64_t argument(const uint64_t *a, uint32_t index_plus_one) {
   return index_plus_one && index_plus_one <= 8 ? a[index_plus_one - 1] : 0;
 }

@@ -26,7 +26,7 @@ static const char *const families[SEG_LIBRARIES] = {"libcudart.so", "libcuda.so"
 static uint32_t generation; /* of callers */
 static uintptr_t own_from, own_to;
 static struct { uintptr_t from, to; } before_us[MOST]; /* the program and libraries preloaded before us */
-static size_t n_at_start, own_index;
+static size_t n_at_start, n_before;                    /* n_before: up to us, and us */
 
 bool seg_is_family(const char *soname) {
   for (int i = 0; i < SEG_LIBRARIES; i++)
@@ -45,12 +45,12 @@ static int count_object(struct dl_phdr_info *info, size_t size, void *argument) 
   if (!seg_object_of(info, &o)) return 0;
   if (!own_to && index < MOST) before_us[index].from = o.from, before_us[index].to = o.to;
   if ((uintptr_t)seg_start >= o.from && (uintptr_t)seg_start < o.to)
-    own_from = o.from, own_to = o.to, own_index = index;
+    own_from = o.from, own_to = o.to, n_before = index + 1;
   return 0;
 }
 
 bool seg_is_before_us(uintptr_t address) {
-  for (size_t i = 0; i < MOST && i < own_index; i++)
+  for (size_t i = 0; i < MOST && i + 1 < n_before; i++)
     if (address >= before_us[i].from && address < before_us[i].to) return true;
   return false;
 }
@@ -61,6 +61,10 @@ bool seg_was_at_start(size_t index) {
 
 void seg_objects_at_start(void) {
   dl_iterate_phdr(count_object, NULL);
+}
+
+void seg_forget_start(void) {
+  n_at_start = n_before = 0;
 }
 
 struct found {
@@ -85,7 +89,7 @@ static int collect(struct dl_phdr_info *info, size_t size, void *argument) {
   (void)size;
   size_t index = s->index++;
   /* Whoever stands before us has called us. */
-  if (index <= own_index || !seg_object_of(info, &o)) return 0;
+  if (index < n_before || !seg_object_of(info, &o)) return 0;
   void *real = s->n < MOST ? seg_symbol(&o, s->name) : NULL;
   if (!real) return 0;
   struct found *f = &s->found[s->n++];
@@ -192,7 +196,7 @@ const struct seg_entry *seg_entry_of(const char *name) {
 /* A wrapper that stands for this one address, whatever the caller. */
 void *seg_wrapper_for(const struct seg_entry *e, void *real) {
   void *const *const wrappers[SEG_INSTANCES] = {seg_wrappers_0, seg_wrappers_1, seg_wrappers_2, seg_wrappers_3};
-  if (seg_is_ours(real)) return real;
+  if (seg_is_ours(real) || __atomic_load_n(&seg_released, __ATOMIC_ACQUIRE)) return real;
   for (uint32_t i = 1; i < SEG_INSTANCES; i++) {
     void *none = NULL;
     void **address = &seg_reals[i][e->hook].address;

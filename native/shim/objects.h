@@ -40,6 +40,19 @@ bool seg_is_family(const char *soname);
 void seg_forget_reals(void);
 void *seg_exported(const struct seg_entry *e);
 bool seg_may_be_ours(const char *name); /* names.c: a quick look */
+extern void *seg_real_dlsym, *seg_real_dlvsym;
+void seg_forget_start(void); /* the library came late: nothing stands before it, and all has to be looked at */
 /* got.c */
 bool seg_patch(const struct seg_object *o);
+bool seg_store(const struct seg_object *o, void **slot, void *value); /* false: the page can't be written */
+void seg_next_object(void);
+/* look.c */
+void seg_look_again(void); /* the next look is at all libraries */
+void seg_unpatch(uint32_t *restored, uint32_t *foreign);
+/* slots.c: under inject.c only */
+bool seg_keep_slot(void **slot, void *before, void *now); /* false: there is no room */
+uint32_t seg_slots_set(uint32_t *turned_away);
+void seg_put_back_slots(uint32_t *restored, uint32_t *foreign);
+/* inject.c */
+extern bool seg_injected, seg_released;
 #endif

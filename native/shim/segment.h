@@ -14,6 +14,7 @@
 #define SEG_MAGIC 0x31676573706c7473ull /* "stlpseg1" */
 #define SEG_VERSION 2 /* 1: vital rings drop the newest, whether or not anybody reads; else the same */
 #define SEG_NAME "stallscope-segment"
+#define SEG_INJECTED_NAME "stallscope-injected" /* nothing comes into it after the detach */
 #define SEG_PAGE 4096
 #define SEG_BLOCKS 256 /* threads at once */
 #ifndef SEG_BULK_BITS  /* tests make them small */

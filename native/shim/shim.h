@@ -102,6 +102,7 @@ struct seg_thread *seg_attach(void);
 void seg_homeless(uint32_t hook);
 void seg_move_early(struct seg_process *p);
 uint32_t seg_tid(void);
+bool seg_make_now(void); /* the segment, without a call; false: there is none */
 /* cold.c */
 struct seg_way {
   void *real;
@@ -125,6 +126,7 @@ struct seg_nccl {
 };
 void *seg_nccl_enter(struct seg_call *c, const struct seg_nccl *k, uint32_t instance, void *back, uint64_t sp,
                      const uint64_t *a, const void *uid);
+void seg_forget_comms(void); /* operations that nobody saw have been made since they were numbered */
 void seg_nccl_leave(struct seg_call *c, const struct seg_nccl *k, int32_t status, uint64_t *a, const void *uid);
 /* elf.c, objects.c */
 void *seg_resolve(uint32_t slot, uint32_t instance, void *back);
@@ -135,7 +137,7 @@ void *seg_wrapper_for(const struct seg_entry *e, void *real);
 bool seg_is_ours(const void *address);
 void *seg_libc(const char *name);
 /* look.c: new libraries */
-void seg_look_around(void);
+bool seg_look_around(void); /* whether there were any */
 
 INLINE uint64_t seg_ticks(void) {
 #if defined(SEG_FAKE_COUNTER)

@@ -137,6 +137,11 @@ static struct seg_process *ready(void) {
   return __atomic_load_n(&p->state, __ATOMIC_ACQUIRE) == SEG_READY ? p : NULL;
 }
 
+bool seg_make_now(void) {
+  seg_start();
+  return ready() != NULL;
+}
+
 /* A thread that found no block asks again after so many calls only. In the child of a fork all is open again. */
 #define CALLS_WITHOUT 1000
 static __thread uint32_t calls_without;

@@ -72,6 +72,9 @@ class Crowd(Protocol):
 class Loop(ABC):
     """What captures have in common; a subclass knows where processes and records come from.
 
+    Args:
+        came_late: whether shims may have come when communicators had been used.
+
     Attributes:
         poller: asked while a block is suspected.
         stop_reason: why `run` returned.
@@ -83,14 +86,16 @@ class Loop(ABC):
     standstill_ns = STANDSTILL_NS
 
     def __init__(
-        self, outbox: Outbox, shims: Shims, parser: ParserClient, costs: Costs, duration_s: float | None
-    ) -> None:
+        self, outbox: Outbox, shims: Shims, parser: ParserClient, costs: Costs, duration_s: float | None, *,
+        came_late: bool = False,
+    ) -> None:  # fmt: skip
         self.outbox, self.shims = outbox, shims
         self.stop_reason: str | None = None
         self._clock = time.monotonic_ns
         self._costs, self._duration_s = costs, duration_s
         self._totals = Totals(outbox.send)
-        self._shim_comms = CommReader(ShimComms(shims.comms_made, shims.comms), parser, outbox.send, samples=False)
+        comms = ShimComms(shims.comms_made, shims.comms, shims.rows if came_late else None)
+        self._shim_comms = CommReader(comms, parser, outbox.send, samples=came_late)
         self._contexts = Contexts(parser, outbox.send, self._clock)
         self._start_places = StartPlaces(outbox.send, self._clock)
         self._stacks = Stacks(outbox.send, self._clock, parser)

@@ -14,12 +14,15 @@ from collections.abc import Iterator
 __all__ = ["candidates", "has_segment", "lock", "reopen", "start_ticks_of"]
 
 MEMFD = "/memfd:stallscope-segment (deleted)"
+INJECTED = "/memfd:stallscope-injected (deleted)"  # nothing comes into it once the library was taken out of the way
 _FILE = re.compile(r"/\d{1,10}\.\d{1,20}\.seg(?: \(deleted\))?")
 MAX_FDS = 1 << 16
 
 
-def candidates(pid: int) -> Iterator[int]:
+def candidates(pid: int, *, injected: bool = False) -> Iterator[int]:
     """Open descriptors of what may be segments, each on an open file description of its own; the caller closes them.
+
+    `injected`: also those of a library that was put into the running process.
 
     A forked child holds its parent's segment beside its own: whose each is, its header says. Nothing when the process
     is gone or may not be read.
@@ -32,7 +35,8 @@ def candidates(pid: int) -> Iterator[int]:
     for name in names:
         with contextlib.suppress(OSError):
             path = f"/proc/{pid}/fd/{name}"
-            if _is_segment(os.readlink(path)):
+            link = os.readlink(path)
+            if _is_segment(link) or (injected and link == INJECTED):
                 yield reopen(path)
 
 

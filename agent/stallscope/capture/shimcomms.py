@@ -21,10 +21,15 @@ class ShimComms:
     Args:
         made: how many communicators the shims have seen made.
         comms: (pid, its communicators) of each process.
+        inflight: threads inside a call; None where every operation since the creation was numbered, so that nobody
+            compares with NCCL's own count.
     """
 
-    def __init__(self, made: Callable[[], int], comms: Callable[[], Iterable[tuple[int, list[Comm]]]]) -> None:
-        self._made, self._comms = made, comms
+    def __init__(
+        self, made: Callable[[], int], comms: Callable[[], Iterable[tuple[int, list[Comm]]]],
+        inflight: Callable[[], list[InflightRow]] | None = None,
+    ) -> None:  # fmt: skip
+        self._made, self._comms, self._inflight = made, comms, inflight
         self._rows: list[int] = []
         self._known: set[int] = set()
         self._free: list[int] = []
@@ -33,7 +38,7 @@ class ShimComms:
     def ctl(self, index: int) -> int:
         """How many rows are TAKEN, how many communicators were MADE."""
         made = self._made()
-        if made != self._seen:
+        if made != self._seen or self._inflight is not None:  # communicators that are older than the library, too
             self._seen = made
             self._look()
         return {TAKEN: self._taken, MADE: made}[index]
@@ -64,9 +69,12 @@ class ShimComms:
         return list(self._rows)
 
     def next(self, row: int) -> int:
-        """Not told: every operation since the creation was numbered, so nobody compares."""
-        return 0
+        """Operations numbered so far; 0 where nobody compares."""
+        key = self._rows[row]
+        every = self._comms() if self._inflight is not None else ()
+        found = (comm.next for pid, comms in every for comm in comms if (comm.pointer + pid * SPREAD) & _MASK == key)
+        return next(found, 0)
 
     def inflight(self) -> list[InflightRow]:
-        """Not told either."""
-        return []
+        """Threads that are inside a call now."""
+        return self._inflight() if self._inflight is not None else []

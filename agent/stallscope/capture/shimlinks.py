@@ -50,6 +50,12 @@ class ShimLinks:
             if not files:  # the process is gone, or has the library inside another file
                 self._enter(target, LinkedLibrary(library, SHIM), (library,), since_ns)
 
+    def tell_mapped(self, target: Target, since_ns: int) -> None:
+        """All of CUDA's libraries that the process has by their names: where the shim came later than they did."""
+        with contextlib.suppress(OSError):
+            here = {match(mapping.path) for mapping in executable_mappings(target.pid)}
+            self.tell(target, [hook.id for hook in HOOKS if hook.library in here], since_ns)
+
     def _files(self, target: Target, libraries: set[str]) -> list[tuple[str, Mapping]]:
         try:
             mappings = executable_mappings(target.pid)

@@ -54,6 +54,7 @@ class Shims:
 
     Attributes:
         prepare: asked before a segment is taken; False when the process can get no slot.
+        injected: whether those of injected libraries count.
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], int], links: ShimLinks, settings: ShimSettings) -> None:
@@ -64,7 +65,7 @@ class Shims:
         self._begun_ns = clock()
         self._tap = False
         self._unready: dict[tuple[int, int], tuple[int, bool]] = {}
-        self.refused = 0
+        self.refused, self.injected = 0, False
         self.prepare: Callable[[Target], bool] = lambda target: True
 
     def has(self, target: Target) -> bool:
@@ -79,10 +80,8 @@ class Shims:
 
     def find(self, target: Target) -> bool:
         """Take the process's segment if it has one; whether it has."""
-        for fd in candidates(target.pid):
-            if self.adopt(target, fd, is_own=False):
-                return True
-        return self.has(target)
+        fds = candidates(target.pid, injected=self.injected)
+        return any(self.adopt(target, fd, is_own=False) for fd in fds) or self.has(target)
 
     def adopt(self, target: Target, fd: int, *, is_own: bool = True) -> bool:
         """Read this process through the segment behind `fd`, which is taken over; whether it is read.
@@ -122,6 +121,8 @@ class Shims:
         self._held[target.proc] = held
         target.preloaded = True
         self._set_mode(held)
+        if self.injected:
+            self._links.tell_mapped(target, begun_ns)
         self._begin(held, is_late=begun_ns < self._now() - LATE_NS)
         if begun_ns < self._begun_ns - LATE_NS and not segment.header.readers:
             age_s = (self._now() - begun_ns) / 1e9
@@ -332,7 +333,7 @@ class Shims:
         held = self._held.get(target.proc)
         if held is None or not held.is_open:
             return
-        fds = list(candidates(target.pid))
+        fds = list(candidates(target.pid, injected=self.injected))
         there = [os.fstat(fd) for fd in fds]
         for fd in fds:
             os.close(fd)
@@ -366,6 +367,10 @@ class Shims:
         """(pid, its communicators) of each process."""
         held = self._held.values()
         return [(one.target.pid, self._guarded(one, one.segment.comms, [])) for one in held]
+
+    def rows(self) -> list[InflightRow]:
+        """Threads that are inside a call now."""
+        return [row for held in self._held.values() if held.is_open for row in self._rows(held)]
 
     def poll_losses(self, now: int) -> None:
         """Place losses in time."""

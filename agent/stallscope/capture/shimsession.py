@@ -8,6 +8,7 @@ from typing import Any
 
 from stallscope.capture.costs import Costs
 from stallscope.capture.handover import HandOver
+from stallscope.capture.injections import Injections
 from stallscope.capture.kin import Kin
 from stallscope.capture.loop import POLL_MS, Loop
 from stallscope.capture.outbox import Outbox
@@ -26,13 +27,17 @@ class ShimSession(Loop):
         helpers: pids of our own processes.
         handover: where the command's processes hand over their segments, None when they are only looked for.
         follow: whether descendants are traced.
+        inject: pids that the library is to be put into; None: it is there.
     """
 
     def __init__(
         self, outbox: Outbox, shims: Shims, parser: ParserClient, costs: Costs, helpers: Callable[[], set[int]],
         handover: HandOver | None = None, *, duration_s: float | None = None, follow: bool = True,
+        inject: list[int] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(outbox, shims, parser, costs, duration_s)
+        super().__init__(outbox, shims, parser, costs, duration_s, came_late=inject is not None)
+        self._injections = Injections(inject, parser, outbox.send, self._clock) if inject is not None else None
+        shims.injected = inject is not None
         self.population: Kin = Kin(shims, outbox.send, self._clock, helpers, follow=follow)
         self._watch_images()
         self._handover = handover
@@ -42,8 +47,11 @@ class ShimSession(Loop):
             self._poller.register(handover.fileno(), select.EPOLLIN)
 
     def start(self, pids: list[int], more: list[int]) -> None:
-        """Trace running processes that have the shim; `more`: others of their job. Raises TargetProblem."""
+        """Trace running processes; `more`: others of their job. Raises StallscopeError."""
         self.population.adopt(pids, more)
+        if self._injections is not None:
+            self._injections.put_into(self.population.live())
+            self.population.check()
         self._begin()
 
     def start_command(self, pid: int) -> None:
@@ -89,7 +97,14 @@ class ShimSession(Loop):
     def _flying(self, now: int, *, final: bool) -> list[Any]:
         return self.shims.inflight(0 if final else INFLIGHT_MIN_NS, now, as_counted=final)
 
+    def _look_closer(self, now: int, *, slow: bool) -> None:
+        if slow and self._injections is not None:
+            self._injections.beat()
+
     def _let_go(self) -> None:
+        if self._injections is not None:
+            self._injections.tell_children(self.population.live(), self.shims.has)
+            self._injections.release()
         self._pump(force=True)  # what was handed over and not taken yet, too
         self.population.watch()
         others = len(self.population.live())
@@ -110,6 +125,8 @@ class ShimSession(Loop):
 
     def close(self) -> None:
         """Give every descriptor back; safe to call at any point. Processes that were traced go on."""
+        if self._injections is not None:
+            self._injections.close()
         super().close()
         for target in self.population.live():
             target.close()

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stallscope.cli.arguments import DEFAULT_ONE_IN, pid_number, rate, seconds
+from stallscope.cli.attachway import Way, choose
 from stallscope.cli.caller import Caller, caller
 from stallscope.cli.capturing import LONG_NS, Aggregator, Parts, allow_files, hello, open_record, parts_of_capture
-from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, PermissionProblem, StallscopeError
+from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, StallscopeError
 from stallscope.wire.frames import Kind
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--duration", type=seconds, metavar="S", help="end after S seconds (default: with the targets)")
     parser.add_argument("--no-children", action="store_true", help="do not follow fork")
     parser.add_argument("--job", action="store_true", help="also the processes of the same job on this host")
-    parser.add_argument("--method", choices=("auto", "bpf", "inject"), default="auto")
+    parser.add_argument(
+        "--method", choices=("auto", "bpf", "inject"), default="auto",
+        help="bpf: probes; inject: a library that is put into the process by ptrace, and out of its way at the end; "
+        "auto: bpf where it may be used, else inject",
+    )  # fmt: skip
     parser.add_argument("--backend", choices=("auto", "bcc", "object"), default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--links-per-file", type=int, default=8, help=argparse.SUPPRESS)
     links = ("auto", "multi", "perf", "perf-nocookie")
@@ -53,8 +58,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns the exit code; raises StallscopeError."""
-    if args.method == "inject":
-        raise ArgumentProblem("--method inject can't be honoured", why="it is not built yet", hint="use --method bpf")
     if args.force and not args.output:
         raise ArgumentProblem("--force makes no sense", why="there is no -o FILE to overwrite", hint="leave it out")
     return Attach(args, caller()).run()
@@ -71,7 +74,8 @@ class Attach:
         self.who = who
         self._on_attached = on_attached
         self._nvml = nvml
-        self._attached = self._stop = self._by_shim = False
+        self._attached = self._stop = False
+        self._way = Way("bpf")
 
     def _signal(self, _number: int, _frame: object) -> None:
         self._stop = True
@@ -80,19 +84,9 @@ class Attach:
         """Trace, report, exit code."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._signal)
-        from stallscope.capture.preflight import require_attach_rights
-        from stallscope.capture.segments import has_segment
-
         for pid in self.args.pids:
             _require_process(pid)
-        try:
-            for pid in self.args.pids:
-                require_attach_rights(pid)
-        except PermissionProblem:
-            # What shims record can be read without BPF.
-            if self.args.method == "bpf" or not all(has_segment(pid) for pid in self.args.pids):
-                raise
-            self._by_shim = True
+        self._way = choose(self.args.method, self.args.pids)
         _go_first()
         allow_files()
         record_fd = open_record(self.args.output, self.args.force, self.who)
@@ -118,14 +112,14 @@ class Attach:
 
     def _capture(self, aggregator: Aggregator) -> StallscopeError | None:
         with parts_of_capture(aggregator, self.who, self._nvml) as parts:
-            session = self._by_shims(parts) if self._by_shim else self._by_bpf(parts)
+            session = self._by_bpf(parts) if self._way.method == "bpf" else self._by_shims(parts)
             try:
                 if self._stop:
                     raise KeyboardInterrupt
-                if self._by_shim:
-                    session.start(self.args.pids, self._others())
-                else:
+                if self._way.method == "bpf":
                     session.start()
+                else:
+                    session.start(self.args.pids, self._others())
                 self._attached = True
                 self._say_attached(session)
                 if self._on_attached is not None:
@@ -167,20 +161,22 @@ class Attach:
 
     def _by_shims(self, parts: Parts) -> Any:
         args = self.args
-        parts.outbox.send(Kind.HELLO, hello(args.pids, "shim", ["shim"], args.sample, LONG_NS))
-        parts.note("read through the shims in the processes alone: there are no rights to use BPF")
-        return parts.shim_session(one_in=args.sample, duration_s=args.duration, follow=not args.no_children)
+        parts.outbox.send(Kind.HELLO, hello(args.pids, self._way.method, ["shim"], args.sample, LONG_NS))
+        parts.note(self._way.note)
+        return parts.shim_session(
+            one_in=args.sample, duration_s=args.duration, follow=not args.no_children,
+            inject=args.pids if self._way.method == "inject" else None,
+        )  # fmt: skip
 
     def _say_attached(self, session: Any) -> None:
         targets = session.population.live()
         if not targets:
             print("the target ended during the attach", file=sys.stderr)
             return
-        libraries = sorted({lib.library for t in targets for lib in t.linked.values()})
-        hooks = sum(lib.by_shim or len(lib.resolved.points) for t in targets for lib in t.linked.values())
+        libraries, hooks = self._way.reach(targets)
         pids = ", ".join(f"{t.pid} ({t.facts.name})" for t in targets[:4]) + (" …" if len(targets) > 4 else "")
         where = " and ".join(libraries) if libraries else "no library yet"
-        print(f"attached to PID {pids}: {hooks} functions in {where}", file=sys.stderr)
+        print(f"attached to PID {pids}: {hooks} functions in {where}, method {self._way.method}", file=sys.stderr)
         if self.args.sample > 1:
             print(
                 f"recording 1 in {self.args.sample:g} launches, copies and short waits; counts stay exact",

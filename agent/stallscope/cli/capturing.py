@@ -95,16 +95,17 @@ class Parts(NamedTuple):
 
     def shim_session(
         self, mode: str | None = None, handover: HandOver | None = None, *, one_in: float,
-        duration_s: float | None = None, follow: bool = True,
+        duration_s: float | None = None, follow: bool = True, inject: list[int] | None = None,
     ) -> ShimSession:  # fmt: skip
-        """A capture of what shims tell alone."""
+        """A capture of what shims tell alone; `inject`: pids that one is to be put into."""
         from stallscope.capture.shimsession import ShimSession
 
         helpers = lambda: {self.aggregate, self.parser.pid or 0, self.poller.pid or 0}  # noqa: E731
         shims = self.shims(mode, one_in=one_in)
         session = ShimSession(
-            self.outbox, shims, self.parser, self.costs, helpers, handover, duration_s=duration_s, follow=follow
-        )
+            self.outbox, shims, self.parser, self.costs, helpers, handover, duration_s=duration_s, follow=follow,
+            inject=inject,
+        )  # fmt: skip
         session.poller = self.poller
         return session
 
