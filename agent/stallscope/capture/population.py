@@ -361,6 +361,7 @@ class Population:
         self._tables.counters.zero(slot)
         self._tables.ranges.set(slot, [])
         self._tables.endings.clear(slot)
+        self._tables.flows.clear(slot)
         self._tables.slots.free(slot)
 
     def send_counts(self, target: Target, now: int) -> None:

@@ -47,11 +47,12 @@ class _Image:
 
 @dataclass
 class _Row:
-    """A site that was told; `calls` when its times were last sent."""
+    """A site that was told; `calls` and `idle` when its times were last sent."""
 
     number: int
     proc: int
     calls: int = 0
+    idle: int = 0
 
 
 class Sites:
@@ -158,7 +159,7 @@ class Sites:
         self._send(
             Kind.SITE,
             {"at_ns": now, "proc": proc, "id": self._next_number, "hook": site.hook, "tid": site.tid, "frames": frames,
-             "cut": site.is_cut, "why": why},
+             "cut": site.is_cut, "why": why, "what": site.what},
         )  # fmt: skip
         self._next_number += 1
 
@@ -192,10 +193,10 @@ class Sites:
     def _send_times(self, rows: dict[int, _Row]) -> None:
         changed: dict[int, list[list[Any]]] = {}
         for row, known in rows.items():
-            if self._table.calls(row) == known.calls:
+            if self._table.calls(row) == known.calls and self._table.idle(row) == known.idle:
                 continue
             times = self._table.times(row)
-            known.calls = times.calls
+            known.calls, known.idle = times.calls, times.idle
             changed.setdefault(known.proc, []).append([known.number, *times])
         for proc, all_of_it in changed.items():
             for begin in range(0, len(all_of_it), MAX_SENT):

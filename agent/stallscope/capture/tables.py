@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from stallscope.capture.blocked import read_memory
 from stallscope.capture.bpfmaps import Comms, ProcsMap
+from stallscope.capture.causes import cause_word
 from stallscope.capture.endings import Endings
 from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
-from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
+from stallscope.capture.rings import Conf, Ctl, Flows, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
 from stallscope.capture.sitetable import FSBASE, SiteTable
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import BY_NAME, HOOKS
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["BULK_BYTES", "LEFT", "VITAL_BYTES", "CommRows", "Tables"]
 
 LIFE_BYTES = 1 << 18
-SITE_KINDS = ("wait", "copy", "alloc", "collective", "p2p", "group", "comm")
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
 # What tells that an operation is done when nothing waits for it (torch records an event behind each and asks for it).
 TAP = ("cudaEventRecord", "cudaEventRecord_ptsz", "cudaEventRecordWithFlags", "cudaEventRecordWithFlags_ptsz",
@@ -81,7 +81,8 @@ class Tables:
         self.comms = Comms(maps["comms"])
         self.procs = ProcsMap(maps["procs"])
         self.endings = Endings(maps["endings"])
-        self.sites = SiteTable(maps["site_keys"], maps["sites"], maps["pythons"], self.ctl)
+        self.sites = SiteTable(maps, self.ctl)
+        self.flows = Flows(maps["flows"])
         self._usual = threshold(settings.one_in)
         self._set_up(settings)
 
@@ -101,8 +102,7 @@ class Tables:
         self.ctl.set(_CONF_LONG_NS, settings.long_ns)
         for hook in HOOKS:
             self.conf.set(hook.id, self._usual if hook.kind in SAMPLED_KINDS else _ALL)
-            if hook.kind in SITE_KINDS:
-                self.conf.look_up_sites(hook.id)
+            self.conf.describe(hook.id, cause_word(hook))
 
     def find_namespace(self, who_am_i: int) -> None:
         """Let BPF number processes as this process's pid namespace does. Raises OSError.
@@ -176,7 +176,7 @@ class Tables:
         """Unmap everything."""
         for ring in (self.vital, self.bulk, self.life):
             ring.close()
-        views = (self.rows, self.counters, self.ctl, self.conf, self.ranges, self.spans, self.slots)
+        views = (self.rows, self.counters, self.ctl, self.conf, self.ranges, self.spans, self.slots, self.flows)
         for view in views:
             view.close()
         self.comms.close()

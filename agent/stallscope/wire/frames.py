@@ -71,9 +71,11 @@ PLACE      at_ns, proc, last_ns or nil, thread as in HOST: where the main thread
            another place than at the look before, which was at last_ns
 SITE       at_ns, proc, id: of this capture's sites, hook, tid: of the thread that came first, frames as in STACK, with
            function "?" and without file where it could not be resolved, cut: outer frames are missing, why nil or why
-           the innermost one is not known: a Python stack that waits in calls of that hook
-SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, count..]]..]: outermost calls at that
-           site that returned; buckets as in `wire_time`, without empty ones. Cumulative; only rows that changed, and
+           the innermost one is not known: a Python stack that waits in calls of that hook; what: enum wire_class
+           (native/wire.h), the copy that these calls are or wait for, 0 or missing where there is none
+SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, count..], idle, idle_ns]..]: outermost
+           calls at that site that returned; buckets as in `wire_time`, without empty ones; after how many of them
+           nothing was queued, and for how long until something was (both missing in old recordings). Cumulative; only rows that changed, and
            before the COUNTS of the same time, so that sites never add up to more than their hook. unknown: why the
            process as a whole has no sites
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
