@@ -16,7 +16,19 @@ from pathlib import Path
 import pytest
 
 from stallscope.capture import rings
-from stallscope.capture.rings import ROW_BYTES, Conf, Ctl, Drained, Ranges, Ring, Rows, Slot, SlotCounters, Slots, Thread
+from stallscope.capture.rings import (
+    ROW_BYTES,
+    Conf,
+    Ctl,
+    Drained,
+    Ranges,
+    Ring,
+    Rows,
+    Slot,
+    SlotCounters,
+    Slots,
+    Thread,
+)
 from stallscope.wire import columns
 
 ROOT = Path(__file__).resolve().parents[2]

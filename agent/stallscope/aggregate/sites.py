@@ -38,8 +38,8 @@ class SiteTimes(NamedTuple):
 class Site(NamedTuple):
     """One Python stack that waits in one function. Frames innermost first; `cut`: outer ones are missing.
 
-    `why`: why the innermost frame is not known, None where it is. `what`: the copy that its calls are, or wait for (enum
-    wire_class of native/wire.h), 0: there is none, None: nobody looked.
+    `why`: why the innermost frame is not known, None where it is. `what`: the copy that its calls are, or wait for
+    (enum wire_class of native/wire.h), 0: there is none, None: nobody looked.
     """
 
     number: int

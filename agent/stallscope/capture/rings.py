@@ -322,8 +322,7 @@ class Flows(Table):
         self._words = ffi.sizeof("struct wire_flow") // 8
         super().__init__(fd, self._words, lib.WIRE_PROCS)
 
-    def clear(self, slot: int) -> None:
-        """Forget a process that has ended."""
+    def clear(self, slot: int) -> None:  # its process has ended
         for word in range(self._words):
             self._set(slot, word, 0)
 

@@ -27,7 +27,9 @@ assert _CHUNK_BYTES % mmap.ALLOCATIONGRANULARITY == 0 and lib.WIRE_SITES % _CHUN
 
 
 class Site(NamedTuple):
-    """One row. `flags` as enum wire_site_flag; `what` as enum wire_class: the copy that its calls are, or wait for; frames innermost first, those between Python frames left out.
+    """One row. `flags` as enum wire_site_flag; frames innermost first, those between Python frames left out.
+
+    `what`: enum wire_class, the copy that its calls are, or wait for.
 
     `is_cut`: outer frames are missing.
     """
@@ -98,7 +100,9 @@ class SiteTable:
         slots = [_FRAME.unpack_from(data, _HEAD.size + 16 * i) for i in range(min(count, lib.WIRE_PY_FRAMES))]
         frames = [PyFrame(*frame) for frame in slots if frame[0]]
         is_cut = bool(flags & (UNREADABLE | DEEP)) or len(frames) > MAX_FRAMES
-        return Site(row, flags, flags >> lib.WIRE_SITE_CLASS_SHIFT & 15, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut)
+        return Site(
+            row, flags, flags >> lib.WIRE_SITE_CLASS_SHIFT & 15, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut
+        )
 
     def calls(self, row: int) -> int:
         """How many calls returned."""
@@ -111,7 +115,9 @@ class SiteTable:
         calls, total_ns, max_ns = _TIME.unpack_from(pages, at + _TIME_AT)
         hist = struct.unpack_from(f"<{lib.WIRE_BUCKETS}I", pages, at + _TIME_AT + _TIME.size)
         pairs = [number for index, count in enumerate(hist) if count for number in (index, count)]
-        return Times(calls, total_ns, max_ns, _HEAD.unpack_from(pages, at)[-1], pairs, self.idle(row), self._idles.word(row, 1))
+        return Times(
+            calls, total_ns, max_ns, _HEAD.unpack_from(pages, at)[-1], pairs, self.idle(row), self._idles.word(row, 1)
+        )
 
     def idle(self, row: int) -> int:
         """After how many calls nothing was queued until something was."""

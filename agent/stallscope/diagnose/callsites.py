@@ -49,16 +49,14 @@ def not_own(file: str | None) -> bool:
     return file is None or bool(_FOREIGN.search(file))
 
 
-def call_sites(
-    sites: Sites, proc: int, hook: int, cause_of: Callable[[Site, SiteTimes], Cause]
-) -> list[CallSite]:
+def call_sites(sites: Sites, proc: int, hook: int, cause_of: Callable[[Site], Cause]) -> list[CallSite]:
     """Those of one function in one process, the largest total first."""
     groups: dict[tuple[Any, ...], list[tuple[Site, SiteTimes]]] = defaultdict(list)
     for site in sites.of(proc, hook):
         times = sites.times.get(site.number)
         if times is not None and times.calls:
-            cause = cause_of(site, times)
-            groups[*_place(site), cause].append((site, times))
+            cause = cause_of(site)
+            groups[(*_place(site), cause)].append((site, times))
     found = [_merged(group, place[-1]) for place, group in groups.items()]
     return sorted(found, key=lambda s: (-s.timing.total_ns, str(s.site), str(s.user_site), s.why or "", str(s.cause)))
 

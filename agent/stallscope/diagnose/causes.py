@@ -8,13 +8,15 @@ from stallscope.aggregate.hooks import HookFacts
 from stallscope.aggregate.process import Process
 from stallscope.aggregate.sites import Site, SiteTimes
 from stallscope.aggregate.state import State
-from stallscope.aggregate.waits import LONG_NS, WHOLE_DEVICE
+from stallscope.aggregate.waits import WHOLE_DEVICE
+from stallscope.diagnose.timing import timing_of
 from stallscope.wire.hook_table import BY_NAME
 
 __all__ = ["Cause", "Causes", "born_here", "cause_without_site"]
 
 TO_DEVICE, TO_HOST, WAY, PINNED, NOT_PINNED = 1, 2, 3, 4, 8  # enum wire_class
 DIRECTIONS = {TO_DEVICE: "host_to_device", TO_HOST: "device_to_host"}
+WAITED_NS = 50_000
 NO_PYTHON = "there is no Python in the process"
 # torch's own thread, and what it does in the main thread where there are no workers.
 _PIN_FILE = "torch/utils/data/_utils/pin_memory.py"
@@ -28,7 +30,7 @@ class Cause(NamedTuple):
     """One word, None where it is not known or nothing has waited.
 
     Attributes:
-        is_guess: it follows from how long the call took.
+        is_guess: it follows from how long the copy took.
         direction, memory: of the copy that the call is, or waits for; None without one, or where not known.
     """
 
@@ -69,41 +71,46 @@ class Causes:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._waited_for = {
-            _stack(site) for site in state.sites.table.values()
-            if site.what and state.hooks.get(site.hook).kind == "wait" and site.number in state.sites.times
-        }  # fmt: skip
+        self._waited_for: set[_Stack] = set()
+        self._long_copies: set[_Stack] = set()
+        for site in state.sites.table.values():
+            times = state.sites.times.get(site.number)
+            if site.what and times is not None:
+                hook = state.hooks.get(site.hook)
+                if hook.kind == "wait":
+                    self._waited_for.add(_stack(site))
+                elif _is_async(hook.name) and _is_long(times):
+                    self._long_copies.add(_stack(site))
 
-    def of(self, site: Site, times: SiteTimes) -> Cause:
+    def of(self, site: Site) -> Cause:
         """Of the calls of one stack."""
         hook = self._state.hooks.get(site.hook)
         memory = self._memory(site)
-        word, is_guess = self._word(site, hook, memory, times)
+        word, is_guess = self._word(site, hook, memory)
         if any((frame["file"] or "").endswith(_PIN_FILE) for frame in site.frames):
             word, is_guess = "pin_memory", False
         return Cause(word, is_guess, DIRECTIONS.get((site.what or 0) & WAY), memory)
 
-    def _word(self, site: Site, hook: HookFacts, memory: str | None, times: SiteTimes) -> tuple[str | None, bool]:
-        if hook.kind == "alloc":
-            return _of_alloc(hook.name), False
+    def _word(self, site: Site, hook: HookFacts, memory: str | None) -> tuple[str | None, bool]:
         if site.what is None or hook.kind not in ("wait", "copy"):
             return cause_without_site(hook, site.why), False
-        if hook.kind == "wait":
-            known = cause_without_site(hook, NO_PYTHON)
-            return (_of_copy(site.what, memory) if site.what else known), False
-        return self._of_copying(site, hook, memory, times)
-
-    def _of_copying(self, site: Site, hook: HookFacts, memory: str | None, times: SiteTimes) -> tuple[str | None, bool]:
-        assert site.what is not None
-        if _stack(site) in self._waited_for:
-            return _of_copy(site.what, memory), False
-        if not _is_async(hook.name):
+        if hook.kind == "wait" and not site.what:
+            return cause_without_site(hook, NO_PYTHON), False
+        if hook.kind == "copy" and not _is_async(hook.name):
             return ("copy" if site.what & WAY else None), False
-        if memory == "pageable":
+        return self._of_copy(site, memory)
+
+    def _of_copy(self, site: Site, memory: str | None) -> tuple[str | None, bool]:
+        """Of an asynchronous copy, and of the wait for it on the same line."""
+        stack, way = _stack(site), (site.what or 0) & WAY
+        is_waited_for = stack in self._waited_for
+        if way == TO_HOST and is_waited_for:
+            return "item", False
+        if memory == "pageable" and way in DIRECTIONS:
             return "pageable", False
-        # Where its memory is not known: copies of pinned memory only put something into a queue.
-        waited = memory is None and site.what & WAY in DIRECTIONS and times.total_ns >= LONG_NS * times.calls
-        return ("pageable" if waited else None), waited
+        if memory is None and way in DIRECTIONS and stack in self._long_copies:
+            return "pageable", True
+        return ("copy" if is_waited_for else None), False
 
     def _memory(self, site: Site) -> str | None:
         if not site.what or not site.what & (PINNED | NOT_PINNED):
@@ -114,13 +121,6 @@ class Causes:
         return "pageable" if process is not None and _saw_all_pins(self._state, process) else None
 
 
-def _of_copy(what: int, memory: str | None) -> str:
-    """Of a wait for the copy that the same line made."""
-    if what & WAY == TO_HOST:
-        return "item"
-    return "pageable" if what & WAY == TO_DEVICE and memory == "pageable" else "copy"
-
-
 def _of_alloc(name: str) -> str:
     if any(word in name for word in _LOADS):
         return "module"
@@ -129,6 +129,12 @@ def _of_alloc(name: str) -> str:
 
 def _is_async(name: str) -> bool:
     return name in BY_NAME and "stream" in BY_NAME[name].arguments.split()
+
+
+def _is_long(times: SiteTimes) -> bool:
+    """Whether most of these copies waited: one of pinned memory is put into a queue within microseconds."""
+    p50_ns = timing_of(times.calls, times.total_ns, times.max_ns, times.hist).p50_ns
+    return p50_ns is not None and p50_ns >= WAITED_NS
 
 
 def _stack(site: Site) -> _Stack:

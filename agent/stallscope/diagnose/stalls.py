@@ -70,7 +70,20 @@ def _stalls(state: State, causes: Causes, process: Process, number: int, under_w
         why = state.sites.unknown.get(process.proc)
         return [Stall(process, hook, timing, cut, longest, why=why, cause=Cause(cause_without_site(hook, why)))]
     found = [
-        Stall(process, hook, s.timing, cut, s.longest, s.site, s.user_site, s.why, False, s.cause, s.idle or None, s.idle_ns)
+        Stall(
+            process,
+            hook,
+            s.timing,
+            cut,
+            s.longest,
+            s.site,
+            s.user_site,
+            s.why,
+            False,
+            s.cause,
+            s.idle or None,
+            s.idle_ns,
+        )
         for s in sites
     ]
     return found + _rest(state, process, hook, timing, sites, cut)

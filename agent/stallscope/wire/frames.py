@@ -75,9 +75,9 @@ SITE       at_ns, proc, id: of this capture's sites, hook, tid: of the thread th
            (native/wire.h), the copy that these calls are or wait for, 0 or missing where there is none
 SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, count..], idle, idle_ns]..]: outermost
            calls at that site that returned; buckets as in `wire_time`, without empty ones; after how many of them
-           nothing was queued, and for how long until something was (both missing in old recordings). Cumulative; only rows that changed, and
-           before the COUNTS of the same time, so that sites never add up to more than their hook. unknown: why the
-           process as a whole has no sites
+           nothing was queued, and for how long until something was (both missing in old recordings). Cumulative; only
+           rows that changed, and before the COUNTS of the same time, so that sites never add up to more than their
+           hook. unknown: why the process as a whole has no sites
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
