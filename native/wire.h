@@ -192,6 +192,7 @@ struct wire_row {
   uint32_t deeds[WIRE_DEEDS];
   uint32_t reserved;
   uint64_t wait_ns; /* in its waits that have returned */
+  uint64_t was;     /* as owner; stays when the thread has ended, until another takes the row */
   struct wire_frame f[WIRE_DEPTH];
 };
 
@@ -348,7 +349,7 @@ _Static_assert(sizeof(struct wire_uid_rec) == 232, "wire_uid_rec");
 _Static_assert(sizeof(struct wire_count) == 64, "wire_count");
 _Static_assert(sizeof(struct wire_time) == 664, "wire_time");
 _Static_assert(sizeof(struct wire_frame) == 96, "wire_frame");
-_Static_assert(sizeof(struct wire_row) == 480, "wire_row");
+_Static_assert(sizeof(struct wire_row) == 488, "wire_row");
 _Static_assert(sizeof(struct wire_flow) == 1568, "wire_flow");
 _Static_assert(sizeof(struct wire_comm) == 16, "wire_comm");
 _Static_assert(sizeof(struct wire_ending) == 1032, "wire_ending");

@@ -103,6 +103,7 @@ INL struct wire_row *row_of(u64 id, int create, u32 *slot) {
   spare->calls = 0;
   spare->copy_class = 0;
   spare->wait_ns = 0;
+  spare->was = id;
 #pragma unroll
   for (int j = 0; j < WIRE_DEEDS; j++) spare->deeds[j] = 0;
   spare->slot = *slot;

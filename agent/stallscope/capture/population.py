@@ -74,6 +74,7 @@ class Population:
         self.ancestors = Ancestors(send, clock, self._number)
         self.victims: Victims | None = Victims(send, self.live)
         self.on_image: Callable[[Target], None] = lambda target: None
+        self.on_burial: Callable[[Target, int], None] = lambda target, now: None
         linker.before_link = self.send_counts
         linker.on_preloaded = self._preloaded
 
@@ -332,6 +333,7 @@ class Population:
             target = dead.target
             self._shims.retire(target, dead.at_ns)
             self.send_counts(target, self._clock())
+            self.on_burial(target, self._clock())
             self._linker.tell_silent(target, final=True)
             body = exit_body(self._tables.endings.row(target.slot), dead.code)
             oom = None if self.victims is None else self.victims.holds(target.proc)

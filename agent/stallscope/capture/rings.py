@@ -18,9 +18,9 @@ from stallscope.capture._drain import ffi, lib
 __all__ = ["Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
            "SlotCounters", "Slots", "Spans", "Table", "Thread", "inflight_rows"]  # fmt: skip
 
-REC_BYTES, UID_BYTES, ROW_BYTES = 104, 232, 480
+REC_BYTES, UID_BYTES, ROW_BYTES = 104, 232, 488
 MAX_UIDS = 1024
-_ROW_HEAD = struct.Struct("<QIIIIQ64x")
+_ROW_HEAD = struct.Struct("<QIIIIQ72x")
 _FRAME = struct.Struct("<QQQIBBH8Q")
 _NEVER_EMPTY = (1 << 64) - 1
 
@@ -313,18 +313,6 @@ class Conf(Table):
     def describe(self, hook: int, word: int) -> None:
         """What a call of the hook is (capture/causes.py), and whether its sites are looked up."""
         self._set(hook, 0, word << 32 | self.get(hook))
-
-
-class Flows(Table):
-    """What each process slot knows of pinned memory and of its dry device (native/wire.h, wire_flow)."""
-
-    def __init__(self, fd: int) -> None:
-        self._words = ffi.sizeof("struct wire_flow") // 8
-        super().__init__(fd, self._words, lib.WIRE_PROCS)
-
-    def clear(self, slot: int) -> None:  # its process has ended
-        for word in range(self._words):
-            self._set(slot, word, 0)
 
 
 class Ranges(Table):

@@ -42,6 +42,7 @@ class _Image:
     due_ns: int = 0
     tries: int = 0
     is_known: bool = False
+    python: Python | None = None
     reader: CodeReader | None = None
 
 
@@ -101,6 +102,16 @@ class Sites:
             if self._is_due(target, now) and self._clock() - now < RUSH_NS:
                 self._configure(target, now)
 
+    def reader_of(self, proc: int) -> tuple[Python, CodeReader] | None:
+        """How to read the Python stacks of a process; None where there are none, or nobody knows how."""
+        image = self._images.get(proc)
+        return (image.python, image.reader) if image and image.python and image.reader else None
+
+    def python_of(self, proc: int) -> Python | None:
+        """How its Python is laid out, None as above."""
+        image = self._images.get(proc)
+        return image.python if image else None
+
     def _is_due(self, target: Target, now: int) -> bool:
         if not target.linked or target.preloaded or not self._works:
             return False
@@ -115,7 +126,7 @@ class Sites:
         found = self._finder.find(target.pid)
         image.is_known = not isinstance(found, NotYet) or image.tries >= RETRIES
         if isinstance(found, Python):
-            image.reader = CodeReader(target.pid, found, self._parser)
+            image.python, image.reader = found, CodeReader(target.pid, found, self._parser)
             self._table.configure(target.slot, target.pid, self._next_image, found)
             self._next_image += 1
         elif image.is_known:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from stallscope.capture.blocked import read_memory
 from stallscope.capture.bpfmaps import Comms, ProcsMap
 from stallscope.capture.causes import cause_word
+from stallscope.capture.deeds import Flows, RowsOfDeeds
 from stallscope.capture.endings import Endings
 from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
-from stallscope.capture.rings import Conf, Ctl, Flows, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
+from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, SlotCounters, Slots, Spans
 from stallscope.capture.sitetable import FSBASE, SiteTable
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import BY_NAME, HOOKS
@@ -71,7 +72,7 @@ class Tables:
         self.vital = Ring(maps["vital"], VITAL_BYTES)
         self.bulk = Ring(maps["bulk"], BULK_BYTES)
         self.life = Ring(maps["life"], LIFE_BYTES)
-        self.rows = Rows(maps["rows"])
+        self.rows = RowsOfDeeds(maps["rows"])
         self.counters = SlotCounters(maps["counts"], maps["times"])
         self.ctl = Ctl(maps["ctl"])
         self.conf = Conf(maps["conf"])
@@ -151,6 +152,10 @@ class Tables:
                 if row.frames[0].site:
                     sites.append((proc, row.tid, row.frames[0].site - 1))
         return out, sites
+
+    def is_inside(self, pid: int, tid: int) -> bool:
+        """Whether a thread is inside a hooked call now."""
+        return any(row.tgid == pid and row.tid == tid for row in self.rows.inflight())
 
     def _left(self, row: InflightRow, now_ns: int) -> list[bool]:
         """Of each frame whether the thread has left it without a return (longjmp): it stays in the table then.

@@ -26,6 +26,7 @@ from stallscope.output.rows import Row, bound, since
 from stallscope.output.stalls import stall_rows
 from stallscope.output.startup import startup_notes, startup_rows
 from stallscope.output.steps import steps_row
+from stallscope.output.threads import pipeline_stalls, thread_rows
 from stallscope.output.workers import data_stalls, worker_rows
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
@@ -56,12 +57,17 @@ def build_report(state: State, findings: Findings) -> Row:
         "communicators": lambda: communicators,
         "collectives": lambda: collective_rows(findings),
         "in_flight": lambda: flight_rows(state),
-        "stalls": lambda: stall_rows(state, accounting, findings.steps) + data_stalls(state, lineage),
+        "stalls": lambda: (
+            stall_rows(state, accounting, findings.steps)
+            + data_stalls(state, lineage)
+            + pipeline_stalls(state, findings.steps)
+        ),
         "episodes": lambda: episode_rows(state, findings, names),
         "incidents": lambda: incident_rows(state, findings, names),
         "witnesses": lambda: witness_rows(state, findings),
         "startup": lambda: startup_rows(state, beginning) if beginning else [],
         "steps": lambda: steps_row(state, findings.steps),
+        "threads": lambda: thread_rows(state),
         "workers": lambda: worker_rows(state, lineage),
         "gpu": lambda: gpu_rows(state),
     }

@@ -22,6 +22,7 @@ from stallscope.output.terminal_ends import ends_section
 from stallscope.output.terminal_incidents import blocks, episodes, executed, no_blocks
 from stallscope.output.terminal_tree import tree
 from stallscope.output.terminal_workers import workers_section
+from stallscope.output.threads import threads_section
 from stallscope.output.waits import Whose, is_accident, line_of, lines, own_frame, waits, walls_of
 from stallscope.output.words import at_least, count, cut, duration, least
 
@@ -46,7 +47,18 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
-    sections = (blocks, _header, no_blocks, episodes, startup_section, steps_section, workers_section, _flight, waits)
+    sections = (
+        blocks,
+        _header,
+        no_blocks,
+        episodes,
+        startup_section,
+        steps_section,
+        workers_section,
+        threads_section,
+        _flight,
+        waits,
+    )
     more = (lines, _enqueues, _communicators, executed, _others, _errors, tree, ends_section, _remarks)
     faults = Faults()
     for section in (*sections, *more):

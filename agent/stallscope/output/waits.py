@@ -13,7 +13,6 @@ from stallscope.output.words import at_least, count, cut, duration, least, share
 __all__ = ["Whose", "is_accident", "line_of", "lines", "own_frame", "waits", "walls_of"]
 
 WAITS, LINES, DRY = 12, 10, 3
-NO_CALL = "(waits for a pipeline)"
 SMALL_PERCENT = 0.5
 SHOWN_ANYWAY = 3
 OFTEN_NESTED = 10
@@ -65,7 +64,7 @@ def waits(report: Row, page: Console) -> None:
     more = _unshown(len(big) - min(len(big), shown), len(small) - max(0, shown - len(big)))
     table(page, title, columns, [*big, *small], shown, lambda s: [
         *whose.cells(s),
-        s["api"] or "(waits for workers)",
+        _function(s),
         least(s, "count", count),
         least(s, "total_ns", duration),
         _share(s, walls),
@@ -80,10 +79,14 @@ def _by_total(report: Row) -> list[Row]:
     calls = {(c["proc"], c["api"]): c for c in report["calls"]}
     groups: dict[tuple[int, str], list[Row]] = {}
     for stall in report["stalls"]:
-        groups.setdefault((stall["proc"], stall["api"]), []).append(stall)
+        groups.setdefault((stall["proc"], _function(stall)), []).append(stall)
     rows = [_whole(group, calls.get(key)) for key, group in groups.items()]
     rows.sort(key=lambda s: -s["total_ns"])
     return sorted(rows, key=lambda s: is_accident(calls.get((s["proc"], s["api"])), s["count"]))
+
+
+def _function(stall: Row) -> str:
+    return stall["api"] or ("(waits for workers)" if stall["cause"] == "workers" else "(waits for threads)")
 
 
 def _whole(group: list[Row], call: Row | None) -> Row:
@@ -136,7 +139,7 @@ def lines(report: Row, page: Console) -> None:
     for stall in report["stalls"]:
         frame = stall["user_site"] or stall["site"]
         if frame and frame["file"]:
-            known.setdefault((line_of(frame, 26), stall["api"] or NO_CALL, _why(stall)), []).append(stall)
+            known.setdefault((line_of(frame, 26), _function(stall), _why(stall)), []).append(stall)
         else:
             unknown.append(stall)
     if not known:

@@ -33,7 +33,7 @@ FRAME = np.dtype(
 ROW = np.dtype(
     [("owner", "<u8"), ("seq", "<u4"), ("depth", "<u4"), ("slot", "<u4"), ("shared", "<u4"), ("calls", "<u8"),
      ("copy_stack", "<u8"), ("copy_stream", "<u8"), ("copy_class", "<u4"), ("deeds", "<u4", 8), ("reserved", "<u4"),
-     ("wait_ns", "<u8"), ("f", FRAME, DEPTH)]
+     ("wait_ns", "<u8"), ("was", "<u8"), ("f", FRAME, DEPTH)]
 )  # fmt: skip
 
 
