@@ -302,7 +302,8 @@ def test_only_threads_inside_a_call_are_in_flight() -> None:
     put_row(memory, 12, 1 << 32 | 3, depth=1, seq=5)
     put_row(memory, 13, 1 << 32 | 4, depth=6)
     frame = struct.pack("<QQQIBBH8Q", 100, 200, 0x16060C80812C, 7, 2, 1, 0, *range(8))
-    memory[13 * ROW_BYTES + 96 : 13 * ROW_BYTES + 96 + 96] = frame
+    at = 13 * ROW_BYTES + ROW_BYTES - 4 * len(frame)
+    memory[at : at + len(frame)] = frame
     with Rows(fd) as rows:
         (row,) = rows.inflight()
         assert (row.tid, row.slot, row.depth, len(row.frames), rows.torn) == (4, 3, 6, 4, 1)

@@ -14,7 +14,7 @@ from stallscope.capture.pycode import CodeReader, PyFrame
 from stallscope.capture.pyconfig import Python
 from stallscope.capture.pystack import UNSTEADY, NotThere, frames_now
 from stallscope.capture.target import Target
-from stallscope.capture.whereabouts import is_in_futex
+from stallscope.capture.whereabouts import is_in_futex, turns_of
 from stallscope.wire.frames import Kind
 
 __all__ = ["Pipelines"]
@@ -26,10 +26,13 @@ Stack = tuple[PyFrame, ...]
 
 
 class _Seen:
-    """Sums over the looks at one process; `here` is the stack of the wait under way, since `began_ns`."""
+    """Sums over the looks at one process; `here` is the stack of the wait under way, since `began_ns`.
+
+    `turns`: how often the thread had been given a CPU: another number is another wait, also from the same line.
+    """
 
     def __init__(self) -> None:
-        self.last_ns = self.began_ns = 0
+        self.last_ns = self.began_ns = self.turns = 0
         self.looks = self.watched_ns = 0
         self.here: Stack = ()
         self.sums: dict[Stack, list[int]] = {}
@@ -44,15 +47,16 @@ class _Seen:
         self.watched_ns += passed
         return passed
 
-    def move(self, stack: Stack, passed: int, now: int) -> None:
+    def move(self, stack: Stack, turns: int, passed: int, now: int) -> None:
         """A wait begins or ends at any time between two looks."""
-        if self.here and stack != self.here:
+        is_same, self.turns = stack == self.here and turns == self.turns, turns
+        if self.here and not is_same:
             self.sums[self.here][0] += passed // 2
         if not stack or (stack not in self.sums and len(self.sums) >= MAX_STACKS):
             self.here = ()
             return
         row = self.sums.setdefault(stack, [0, 0, 0])
-        if stack != self.here:
+        if not is_same:
             self.began_ns = now
             row[1] += 1
             passed //= 2
@@ -66,13 +70,13 @@ class Pipelines:
 
     Args:
         reader_of: how to read the Python stacks of a process, None where nobody can.
-        is_fed: whether threads that are none of Python's give the device work in a process.
+        is_fed: whether threads that are none of Python's have given the device work in a process.
         is_inside: whether a thread is inside a hooked call now.
     """
 
     def __init__(
         self, send: Send, clock: Callable[[], int], reader_of: Callable[[int], tuple[Python, CodeReader] | None],
-        is_fed: Callable[[int, int], bool], is_inside: Callable[[int, int], bool],
+        is_fed: Callable[[int], bool], is_inside: Callable[[int, int], bool],
     ) -> None:  # fmt: skip
         self._send, self._clock, self._reader_of = send, clock, reader_of
         self._is_fed, self._is_inside = is_fed, is_inside
@@ -85,7 +89,7 @@ class Pipelines:
         self._tell(now)
         live = {target.proc for target in targets}
         self._seen = {proc: seen for proc, seen in self._seen.items() if proc in live}
-        self._watched = [t for t in targets if self._reader_of(t.proc) and self._is_fed(t.proc, now)][:MAX_TARGETS]
+        self._watched = [t for t in targets if self._reader_of(t.proc) and self._is_fed(t.proc)][:MAX_TARGETS]
 
     def step(self) -> None:
         """Look at those that are due."""
@@ -95,7 +99,8 @@ class Pipelines:
         self._next_ns = now + EVERY_NS
         for target in self._watched:
             seen = self._seen.setdefault(target.proc, _Seen())
-            seen.move(self._stack(target, seen), seen.elapsed(now), now)
+            turns = turns_of(target.pid)
+            seen.move(self._stack(target, seen), turns, seen.elapsed(now), now)
 
     def _stack(self, target: Target, seen: _Seen) -> Stack:
         """Of the main thread, where it waits; nothing where it does not."""

@@ -119,7 +119,7 @@ class Session(Loop):
         self.population.on_burial = self._threads.bury
         self._pipelines = Pipelines(
             outbox.send, self._clock, self._sites.reader_of,
-            lambda proc, now: bool(self._threads.feeders(proc, now)), self.tables.is_inside,
+            self._threads.is_fed, self.tables.is_inside,
         )  # fmt: skip
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None

@@ -18,19 +18,17 @@ __all__ = ["Threads"]
 MAX_KNOWN, MAX_SENT = 4096, 512
 MAX_NAME = 64
 LAUNCH, TO_DEVICE = 0, 2  # enum wire_deed
-ACTIVE_NS = 3_000_000_000
 Send = Callable[[Kind, dict[str, Any]], None]
 
 
 class _Thread:
-    """What was told of one. `is_python` None: nobody knows; `fed_ns`: when it was last seen to have given work."""
+    """What was told of one. `is_python` None: nobody knows."""
 
     def __init__(self, now: int) -> None:
         self.since_ns = now
         self.name = ""
         self.is_python: bool | None = None
         self.told: Deeds | None = None
-        self.fed_ns = 0
 
 
 class Threads:
@@ -47,6 +45,7 @@ class Threads:
     ) -> None:  # fmt: skip
         self._deeds, self._forget, self._python_of, self._send = deeds, forget, python_of, send
         self._known: dict[tuple[int, int], _Thread] = {}
+        self._looked_ns: dict[int, int] = {}
 
     def look(self, targets: Sequence[Target], now: int) -> None:
         """Tell what changed."""
@@ -55,18 +54,19 @@ class Threads:
         for target in targets:
             if not target.preloaded:
                 self._tell(target, now)
+        self._looked_ns = dict.fromkeys(live, now)
 
     def bury(self, target: Target, now: int) -> None:
         """The last numbers of a process that has ended."""
         self._tell(target, now)
         self._forget(target.pid)
 
-    def feeders(self, proc: int, now: int) -> list[int]:
-        """Threads, none of Python's, that have given the device work in the last seconds."""
-        return [
-            tid for (owner, tid), thread in self._known.items()
-            if owner == proc and thread.is_python is False and now - thread.fed_ns < ACTIVE_NS
-        ]  # fmt: skip
+    def is_fed(self, proc: int) -> bool:
+        """Whether threads that are none of Python's have given the device work."""
+        return any(
+            owner == proc and thread.is_python is False and thread.told is not None and _feeds(thread.told)
+            for (owner, _), thread in self._known.items()
+        )
 
     def _tell(self, target: Target, now: int) -> None:
         rows = [row for row in self._deeds(target.pid) if any(row.deeds)]
@@ -76,11 +76,9 @@ class Threads:
             key = target.proc, row.tid
             if key not in self._known and len(self._known) >= MAX_KNOWN:
                 continue
-            thread = self._known.setdefault(key, _Thread(now))
+            thread = self._known.setdefault(key, _Thread(self._looked_ns.get(target.proc, now)))
             if thread.told is not None and thread.told.deeds == row.deeds:
                 continue
-            if _feeds(row) != (_feeds(thread.told) if thread.told else 0):
-                thread.fed_ns = now
             thread.told = row
             thread.name = _name(target.pid, row.tid) or thread.name
             if pythons is not None and thread.is_python is not True and row.lives:

@@ -11,7 +11,7 @@ from stallscope.capture.blocked import read_memory
 from stallscope.capture.procfs import clean
 from stallscope.capture.syscalls import TAKES_FD, syscall_name
 
-__all__ = ["BUSY", "Whereabouts", "is_in_futex", "pipes_of", "standard_pipes_of", "where_is"]
+__all__ = ["BUSY", "Whereabouts", "is_in_futex", "pipes_of", "standard_pipes_of", "turns_of", "where_is"]
 
 BUSY = "running"
 FUTEX_COMMAND, FUTEX_WAITS = 127, (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; above: flags
@@ -60,6 +60,15 @@ def is_in_futex(tid: int) -> bool:
     except (OSError, ValueError, IndexError):
         return False
     return syscall_name(number) == "futex" and operation in FUTEX_WAITS and limit == 0
+
+
+def turns_of(tid: int) -> int:
+    """How often a thread has been given a CPU; 0 where the kernel does not count it, or the thread has ended."""
+    try:
+        with open(f"/proc/{tid}/schedstat", "rb") as file:
+            return int(file.read(128).split()[2])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _files(pid: int, tid: int, name: str, arguments: list[int]) -> tuple[str, ...]:
