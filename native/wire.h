@@ -34,6 +34,8 @@
 #define WIRE_WALKS 128      /* stacks that are put together at once */
 #define WIRE_WALK_PROBES 4
 #define WIRE_PY_FRAMES 36     /* slots of a stack: 32 frames, and those that CPython 3.12 puts between */
+#define WIRE_PINS 64          /* ranges of pinned host memory of one process */
+#define WIRE_DEEDS 8          /* what a thread does, by enum wire_deed */
 #define WIRE_PY_CODE_WORDS 11 /* words of a code object, and of its line table, that a signature is made of */
 
 enum wire_kind {
@@ -89,6 +91,7 @@ enum wire_ctl {
   WIRE_CONF_FSBASE = 40,      /* offset of task_struct.thread.fsbase; 0 = no Python stacks on this kernel */
   WIRE_SITE_TAKEN = 41,       /* rows of the table of sites taken so far; no loss */
   WIRE_SEEN_NO_SITE = 42,     /* table of sites full: a wait is counted without its site */
+  WIRE_SEEN_NO_PIN = 43,      /* table of pinned ranges full: whether memory is pinned is not known any more */
   WIRE_CTL_SIZE = 64,
 };
 
@@ -163,14 +166,33 @@ struct wire_frame {
   uint64_t a[8];
 };
 
+/* What a thread does, outermost calls only; index into wire_row.deeds. */
+enum wire_deed {
+  WIRE_DID_LAUNCH = 0,
+  WIRE_DID_WAIT = 1,
+  WIRE_DID_TO_DEVICE = 2, /* copies, as the next two */
+  WIRE_DID_TO_HOST = 3,
+  WIRE_DID_COPY = 4, /* of another or an unknown direction, and memsets */
+  WIRE_DID_ALLOC = 5,
+  WIRE_DID_NCCL = 6,
+  WIRE_DID_OTHER = 7,
+};
+
 /* One thread. Only the thread itself writes, in its own context; seq is odd meanwhile. */
 struct wire_row {
   uint64_t owner; /* tgid << 32 | tid; 0 = free */
   uint32_t seq;
   uint32_t depth; /* may exceed WIRE_DEPTH */
   uint32_t slot;
-  uint32_t shared; /* bit per file: this thread's hits are counted by the unfiltered link */
-  uint64_t calls;  /* entries into hooks, launches too: tells a live thread from a silent one */
+  uint32_t shared;      /* bit per file: this thread's hits are counted by the unfiltered link */
+  uint64_t calls;       /* entries into hooks, launches too: tells a live thread from a silent one */
+  uint64_t copy_stack;  /* hash of the Python stack of its newest asynchronous copy */
+  uint64_t copy_stream; /* of that copy */
+  uint32_t copy_class;  /* enum wire_class; 0 = its wait has come, or there was none */
+  uint32_t deeds[WIRE_DEEDS];
+  uint32_t reserved;
+  uint64_t wait_ns; /* in its waits that have returned */
+  uint64_t was;     /* as owner; stays when the thread has ended, until another takes the row */
   struct wire_frame f[WIRE_DEPTH];
 };
 
@@ -211,7 +233,53 @@ struct wire_ranges {
 /* Sampling of one hook: record call n when mix(n) <= threshold; 0 = never by chance. */
 struct wire_conf {
   uint32_t threshold;
-  uint32_t sites; /* 1: the call site of each call is looked up */
+  uint32_t sites; /* whether call sites are looked up, and what the call is: see below */
+};
+
+/* wire_conf.sites. Places are argument index + 1, 0 = there is none (capture/causes.py makes it of the hook table).
+ *   30  28 27  24 23  20 19  16 15  12 11   8 7  6 5    4 3     1  0
+ *  +------+------+------+------+------+------+----+------+-------+------+
+ *  | deed |      | dst  | src  | kind |stream|    |direct| role  |wanted|
+ *  +------+------+------+------+------+------+----+------+-------+------+
+ * direct: WIRE_TO_DEVICE and its like where the function has one direction; kind: where it is an argument. deed: enum
+ * wire_deed, of copies 1 less than WIRE_DID_TO_DEVICE, for the way of the copy to be added.
+ * Example: cudaMemcpyAsync(dst src bytes copy_kind stream), role 3, wanted: 0x1012_4507 */
+enum wire_role {
+  WIRE_ROLE_NONE = 0,
+  WIRE_ROLE_WAIT_STREAM = 1, /* for one stream */
+  WIRE_ROLE_WAIT_DEVICE = 2,
+  WIRE_ROLE_COPY = 3,
+  WIRE_ROLE_PIN = 4,   /* arguments: where the address is put, bytes */
+  WIRE_ROLE_LOCK = 5,  /* arguments: address, bytes: memory that is there already */
+  WIRE_ROLE_UNPIN = 6, /* argument: address */
+};
+
+/* What a copy moves, as part of the site's key: bits 8 to 11 of wire_site.flags. Of a wait for a stream: what the copy
+ * moved that the same Python stack put into the same stream just before. */
+enum wire_class {
+  WIRE_TO_DEVICE = 1,
+  WIRE_TO_HOST = 2,
+  WIRE_ANY_WAY = 3, /* of another direction, or an unknown one */
+  WIRE_WAY = 3,
+  WIRE_PINNED = 4,     /* its host memory was seen to be pinned, */
+  WIRE_NOT_PINNED = 8, /* or was not; neither: not known */
+};
+
+/* One process: its pinned host memory, and whether its device has run dry after a wait. */
+struct wire_flow {
+  uint64_t armed;    /* 0, or tid << 32 | WIRE_ARMED; once its wait has returned also WIRE_DRY | row of the site + 1 */
+  uint64_t since_ns; /* when it returned */
+  uint64_t full;     /* ranges that found no place */
+  uint64_t reserved;
+  uint64_t from[WIRE_PINS], bytes[WIRE_PINS]; /* bytes 0: not in use */
+  uint64_t at_ns[WIRE_PINS];                  /* since when */
+};
+#define WIRE_ARMED 0x40000000u
+#define WIRE_DRY 0x80000000u
+
+/* Of one call site: waits after which nothing was queued, until the process's next launch or copy. */
+struct wire_idle {
+  uint64_t n, sum_ns;
 };
 
 /* How to walk the Python frames of one process (capture/pylayout.py has the numbers of each version); byte offsets. */
@@ -249,6 +317,7 @@ enum wire_site_flag {
   WIRE_SITE_UNREADABLE = 4, /* a frame could not be read: what is outside of it is missing */
   WIRE_SITE_DEEP = 8,       /* more than WIRE_PY_FRAMES slots */
 };
+#define WIRE_SITE_CLASS_SHIFT 8 /* from this bit on: enum wire_class */
 
 /* Where a stack is put together. Not per CPU: a probe's program can be preempted by another thread's. */
 struct wire_walk {
@@ -260,9 +329,9 @@ struct wire_walk {
   struct wire_py_frame f[WIRE_PY_FRAMES];
 };
 
-/* One call site: outermost calls of one hook with one Python stack in one process. `time` counts those that returned. */
+/* One call site: outermost calls of one hook and class with one Python stack in one process. `time` counts those that returned. */
 struct wire_site {
-  uint64_t flags; /* enum wire_site_flag; written last */
+  uint64_t flags; /* enum wire_site_flag and the class; written last */
   uint32_t tgid;
   uint32_t slot;
   uint32_t hook;
@@ -280,7 +349,8 @@ _Static_assert(sizeof(struct wire_uid_rec) == 232, "wire_uid_rec");
 _Static_assert(sizeof(struct wire_count) == 64, "wire_count");
 _Static_assert(sizeof(struct wire_time) == 664, "wire_time");
 _Static_assert(sizeof(struct wire_frame) == 96, "wire_frame");
-_Static_assert(sizeof(struct wire_row) == 416, "wire_row");
+_Static_assert(sizeof(struct wire_row) == 488, "wire_row");
+_Static_assert(sizeof(struct wire_flow) == 1568, "wire_flow");
 _Static_assert(sizeof(struct wire_comm) == 16, "wire_comm");
 _Static_assert(sizeof(struct wire_ending) == 1032, "wire_ending");
 _Static_assert(sizeof(struct wire_python) == 64, "wire_python");

@@ -41,7 +41,7 @@ def stack_words(words: list[str], found: dict[str, int]) -> int:
     """How many stack words BPF has to read: up to the last one that it or the report needs."""
     if "uid[128]" in words:
         return 0
-    needed = [found[name] for name in ("stream", "comm", "smem") if name in found]
+    needed = [found[name] for name in ("stream", "comm", "smem", "copy_kind") if name in found]
     return max([0, *(place - REGISTERS for place in needed)])
 
 

@@ -23,6 +23,8 @@ MAP_ARRAY(pythons, struct wire_python, WIRE_PROCS);
 MAP_ARRAY(site_keys, u64, WIRE_SITES);
 MAP_ARRAY(walks, struct wire_walk, WIRE_WALKS);
 MAP_ARRAY(sites, struct wire_site, WIRE_SITES);
+MAP_ARRAY(flows, struct wire_flow, WIRE_PROCS);
+MAP_ARRAY(idles, struct wire_idle, WIRE_SITES);
 MAP_RING(vital, VITAL_BYTES);
 MAP_RING(bulk, BULK_BYTES);
 MAP_RING(life, 1 << 18); /* process events: apart, so that no flood of errors pushes out a fork */
@@ -99,6 +101,11 @@ INL struct wire_row *row_of(u64 id, int create, u32 *slot) {
   spare->depth = 0;
   spare->shared = 0;
   spare->calls = 0;
+  spare->copy_class = 0;
+  spare->wait_ns = 0;
+  spare->was = id;
+#pragma unroll
+  for (int j = 0; j < WIRE_DEEDS; j++) spare->deeds[j] = 0;
   spare->slot = *slot;
   hold_row(*slot, 1);
   return spare;
@@ -152,9 +159,10 @@ INL struct wire_frame *frame_at(struct wire_row *r, u32 i) {
   return &r->f[i & (WIRE_DEPTH - 1)];
 }
 
-INL int wants_site(u32 hook) {
+/* wire_conf.sites of a hook. */
+INL u32 what_is(u32 hook) {
   struct wire_conf *c = conf.lookup(&hook);
-  return c && c->sites;
+  return c ? c->sites : 0;
 }
 
 /* Not n % N: a step that makes a multiple of N calls would always show the same ones. */

@@ -8,7 +8,7 @@
 #define IN_TURN(x) asm volatile("" : "+r"(x) : : "memory")
 
 #ifdef NO_COOKIES /* a dozen programs would each carry two copies of the walk */
-INL u32 site_of(u64 id, u32 slot, u32 hook) {
+INL u32 site_of(struct wire_row *r, struct hit *h, u32 hook) {
   return 0;
 }
 #else
@@ -138,18 +138,21 @@ INL void fill_site(u32 row, u64 id, u32 slot, u32 hook, struct wire_walk *walk, 
 }
 
 /* Row + 1 of the call that begins, 0 for none. */
-INL u32 site_of(u64 id, u32 slot, u32 hook) {
+INL u32 site_of(struct wire_row *r, struct hit *h, u32 hook) {
+  u64 id = h->id;
+  u32 slot = h->slot, what = what_is(hook);
   struct wire_python *p = pythons.lookup(&slot);
-  if (!p || p->tgid != (u32)(id >> 32) || !wants_site(hook)) return 0;
+  if (!p || p->tgid != (u32)(id >> 32) || !IS_WANTED(what)) return 0;
   struct wire_walk *walk = take_walk();
   u32 row = 0;
   if (walk) {
     int is_new = 0;
-    u64 key = id >> 32 << 32 | hook;
+    u64 key = id >> 32 << 32;
     MIX(key, p->image);
     walk->flags = 0;
     key = walk_frames(p, walk, key);
-    MIX(key, walk->flags);
+    classify(r, h, what, key, walk);
+    MIX(key, (u64)hook << 32 | walk->flags);
     row = site_row(key | 1, &is_new);
     if (is_new) fill_site(row, id, slot, hook, walk, p->image);
     walk->busy = 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
- * How to walk Python frames follows the processes: copied at a fork, gone with an exec. */
+ * How to walk Python frames follows the processes: copied at a fork, gone with an exec, and so is pinned memory. */
 #ifndef NO_COOKIES
 /* A forked child has its parent's memory, so the same configuration, before it runs. Stands behind
  * on_fork, so that it is attached, and runs, after it: the child is in the filter then. */
@@ -24,6 +24,11 @@ ON("raw_tracepoint/sched_process_exec") int python_exec(raw_ctx *ctx) {
   slot = *s & PROC_SLOT;
   struct wire_python *p = pythons.lookup(&slot);
   if (p) p->tgid = 0;
+  struct wire_flow *f = flows.lookup(&slot);
+  if (!f) return 0;
+  f->armed = f->full = 0;
+#pragma unroll
+  for (u32 i = 0; i < WIRE_PINS; i++) f->from[i] = f->bytes[i] = 0;
   return 0;
 }
 #endif

@@ -10,6 +10,7 @@
 #include "wire.h"
 #include "maps.h"
 #include "record.h"
+#include "causes.h"
 #include "python.h"
 
 INL void lose(struct wire_count *c, u32 place) {
@@ -49,6 +50,9 @@ INL int do_launch(struct pt_regs *ctx, u64 cookie) {
     h.flags |= WIRE_NESTED;
     __sync_fetch_and_add(&c->nested, 1);
   }
+  u32 family = FAMILY_OF(cookie);
+  if (r && !(h.flags & WIRE_NESTED)) did(r, what_is(HOOK_OF(cookie)), 0);
+  if (family == FAMILY_LAUNCH || family == FAMILY_COPY || family == FAMILY_GRAPH) queued(h.slot);
   if (!pick) {
     __sync_fetch_and_add(&c->sampled_out, 1);
     return 0;
@@ -133,6 +137,7 @@ INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
   struct wire_count *c = count_of(h.slot, HOOK_OF(cookie));
   if (!c) return 0;
   h.n = __sync_fetch_and_add(&c->calls, 1);
+  before_call(h.slot, h.id, FAMILY_OF(cookie));
   u32 d = 0;
   if (r) {
     r->calls++;
@@ -142,7 +147,7 @@ INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
   take_arguments(&h, ctx);
   if ((FLAGS_OF(cookie) & WIRE_HOOK_DRIVER) && returns_into_runtime(h.slot, h.back)) h.flags |= WIRE_NESTED;
   if (h.flags & WIRE_NESTED) __sync_fetch_and_add(&c->nested, 1);
-  u32 site = r && d < WIRE_DEPTH && !(h.flags & WIRE_NESTED) ? site_of(h.id, h.slot, HOOK_OF(cookie)) : 0;
+  u32 site = r && d < WIRE_DEPTH && !(h.flags & WIRE_NESTED) ? site_of(r, &h, HOOK_OF(cookie)) : 0;
   h.ts = bpf_ktime_get_ns(); /* after the stack: a wait is not longer for having been looked at */
   u32 pick = is_nccl || sampled(HOOK_OF(cookie), h.n); /* here: a branch before the walk has the verifier walk twice */
   if (is_nccl) record_entry(&h, ctx, d);
@@ -244,7 +249,7 @@ INL int do_return(struct pt_regs *ctx, u64 cookie) {
     bump(WIRE_SEEN_ORPHAN);
     return 0;
   }
-  u64 dur = bpf_ktime_get_ns() - f->ts_ns;
+  u64 end = bpf_ktime_get_ns(), dur = end - f->ts_ns;
   int status = (int)RETURN_VALUE(ctx);
   r->seq++;
   r->depth = d;
@@ -253,6 +258,7 @@ INL int do_return(struct pt_regs *ctx, u64 cookie) {
   if (!c) return 0;
   add_time(r->slot, f->cookie, f->flags, dur);
   add_site(f->site, f->ts_ns, dur);
+  if (!(f->flags & WIRE_NESTED)) after_call(r, f, id, end, status);
   if (is_error(cookie, status)) __sync_fetch_and_add(&c->errors, 1);
   record_done(r, f, id, dur, status, c);
   return 0;

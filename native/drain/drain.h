@@ -35,11 +35,18 @@ struct rows_thread {
   uint32_t tid, slot;
   uint64_t calls;
 };
+struct rows_deeds { /* of a thread that lives, or has ended and whose row nobody has taken since */
+  uint32_t tid, lives;
+  uint64_t wait_ns;
+  uint32_t deeds[WIRE_DEEDS];
+};
 int rows__open(int fd, struct rows **out);
 void rows__close(struct rows *r);
 int rows__inflight(struct rows *r, struct wire_row *out, uint32_t max);
 int rows__of_tgid(struct rows *r, uint32_t tgid, struct rows_thread *out, uint32_t max);
 int rows__calls(struct rows *r, uint32_t tgid, uint32_t tid, uint64_t *calls); /* 1 found, 0 not */
+int rows__deeds(struct rows *r, uint32_t tgid, struct rows_deeds *out, uint32_t max);
+void rows__forget(struct rows *r, uint32_t tgid);
 int rows__release(struct rows *r, uint32_t tgid);
 uint64_t rows__torn(const struct rows *r); /* rows left out because their owner kept writing */
 

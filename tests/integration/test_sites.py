@@ -81,7 +81,7 @@ def test_the_callers_too_and_on_the_screen(python: str, tmp_path: Path) -> None:
     assert max(len(call["stack"]) for s in deep for call in s["longest"]) == 32
     words = [*harness.STALLSCOPE, "report", str(tmp_path / "r")]
     text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"targets/waitsites.py:\d+ batches +cudaStreamSynchronize +200 ", text), text
+    assert re.search(r"waitsites.py:\d+ batches +cudaStreamSynchronize +200 ", text), text
     words = [*harness.STALLSCOPE, "export", str(tmp_path / "r"), "--format", "folded", "-o", str(tmp_path / "f")]
     subprocess.run(words, check=True)
     weights = [int(line.rpartition(" ")[2]) for line in (tmp_path / "f").read_text().splitlines()]

@@ -128,14 +128,15 @@ class Kit:
         self.recs.append(done)
 
     def site(self, number: int, places: list[tuple[str, int, str]], durations: list[int], *, proc: int = 1,
-             api: str = "cudaStreamSynchronize", why: str | None = None) -> None:  # fmt: skip
+             api: str = "cudaStreamSynchronize", why: str | None = None, what: int | None = None,
+             idle: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
         """A Python stack (file, line, function; innermost first) and what was counted there."""
         frames = [[*place, "python"] for place in places]
         self.add(Kind.SITE, at_ns=self.now, proc=proc, id=number, hook=BY_NAME[api].id, tid=4242, frames=frames, cut=False,
-                 why=why)  # fmt: skip
+                 why=why, what=what)  # fmt: skip
         buckets = sorted(bucket(ns) for ns in durations)
         pairs = [n for b in sorted(set(buckets)) for n in (b, buckets.count(b))]
-        row = [number, len(durations), sum(durations), max(durations), self.now, pairs]
+        row = [number, len(durations), sum(durations), max(durations), self.now, pairs, *idle]
         self.add(Kind.SITES, at_ns=self.now, proc=proc, rows=[row])
 
     def flush(self) -> None:

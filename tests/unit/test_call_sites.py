@@ -128,8 +128,8 @@ def test_the_table_of_lines() -> None:
     begin = text.index("the lines that wait most")
     lines = text[begin:].splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[2].split() == ["job/train.py:40", "main", "cudaMemcpy", "2", "6.00", "ms", "<0.5", "%"]
-    assert lines[3].split() == ["job/train.py:12", "step", "cudaStreamSynchronize", "2", "2.00", "ms", "<0.5", "%"]
+    assert lines[2].split() == ["job/train.py:40", "main", "cudaMemcpy", "2", "6.00", "ms", "<0.5", "%", "-"]
+    assert lines[3].split() == ["job/train.py:12", "step", "cudaStreamSynchronize", "2", "2.00", "ms", "<0.5", "%", "-"]
     assert lines[4].startswith("and 1 waits (1.00 ms) from unknown lines: it waited before")
     assert "cudaStreamSynchronize     3 3.00 ms" in text  # the table of functions has them all
 

@@ -16,7 +16,19 @@ from pathlib import Path
 import pytest
 
 from stallscope.capture import rings
-from stallscope.capture.rings import Conf, Ctl, Drained, Ranges, Ring, Rows, Slot, SlotCounters, Slots, Thread
+from stallscope.capture.rings import (
+    ROW_BYTES,
+    Conf,
+    Ctl,
+    Drained,
+    Ranges,
+    Ring,
+    Rows,
+    Slot,
+    SlotCounters,
+    Slots,
+    Thread,
+)
 from stallscope.wire import columns
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -244,7 +256,7 @@ def row_of(tid: int) -> int:
 
 
 def test_a_row_is_never_seen_half_written(feed: ctypes.CDLL) -> None:
-    fd = fake_map(4096 * 416)
+    fd = fake_map(4096 * ROW_BYTES)
     owner, seen = 77 << 32 | 78, []
     with Rows(fd) as rows:
         writer = feed.feed__row(fd, row_of(78), owner)
@@ -261,11 +273,11 @@ def test_a_row_is_never_seen_half_written(feed: ctypes.CDLL) -> None:
 
 
 def put_row(memory: mmap.mmap, index: int, owner: int, depth: int, calls: int = 1, seq: int = 2) -> None:
-    struct.pack_into("<QIIIIQ", memory, index * 416, owner, seq, depth, 3, 0, calls)
+    struct.pack_into("<QIIIIQ", memory, index * ROW_BYTES, owner, seq, depth, 3, 0, calls)
 
 
 def test_threads_are_found_where_the_program_puts_them() -> None:
-    fd = fake_map(4096 * 416)
+    fd = fake_map(4096 * ROW_BYTES)
     memory = mmap.mmap(fd, 0)
     tid = next(t for t in range(1, 1 << 20) if row_of(t) == 4090)
     with Rows(fd) as rows:
@@ -283,14 +295,15 @@ def test_threads_are_found_where_the_program_puts_them() -> None:
 
 
 def test_only_threads_inside_a_call_are_in_flight() -> None:
-    fd = fake_map(4096 * 416)
+    fd = fake_map(4096 * ROW_BYTES)
     memory = mmap.mmap(fd, 0)
     put_row(memory, 10, 1 << 32 | 2, depth=0)
     put_row(memory, 11, 0, depth=1)
     put_row(memory, 12, 1 << 32 | 3, depth=1, seq=5)
     put_row(memory, 13, 1 << 32 | 4, depth=6)
     frame = struct.pack("<QQQIBBH8Q", 100, 200, 0x16060C80812C, 7, 2, 1, 0, *range(8))
-    memory[13 * 416 + 32 : 13 * 416 + 32 + 96] = frame
+    at = 13 * ROW_BYTES + ROW_BYTES - 4 * len(frame)
+    memory[at : at + len(frame)] = frame
     with Rows(fd) as rows:
         (row,) = rows.inflight()
         assert (row.tid, row.slot, row.depth, len(row.frames), rows.torn) == (4, 3, 6, 4, 1)

@@ -13,7 +13,7 @@ from stallscope.aggregate.limits import LIMITS, Overflow
 from stallscope.aggregate.rounds import Rounds
 from stallscope.capture.longwaits import LongWaits
 from stallscope.capture.stacks import Everybody
-from stallscope.output.rounds import threads_section
+from stallscope.output.rounds import rounds_section
 from stallscope.wire.hook_table import HOOKS
 
 S = 1_000_000_000
@@ -98,7 +98,7 @@ def test_the_section() -> None:
 
     rows = [row(5, "step"), row(20, "read"), row(21, "read"), row(90, "", stack=None, stack_unknown="no Python code")]
     page = Console(file=io.StringIO(), width=120, color_system=None)
-    threads_section({"blocked_threads": [*rows, row(6, "old", age_ns=2 * S)]}, page)
+    rounds_section({"blocked_threads": [*rows, row(6, "old", age_ns=2 * S)]}, page)
     text = page.file.getvalue()  # type: ignore[attr-defined]
     assert text == (
         "\nPython threads of pid 5 after 10.0 s of waiting\n"

@@ -82,7 +82,7 @@ def bpf_layouts(tmp_path_factory: pytest.TempPathFactory, needs_tool: Tool) -> d
 
 
 def test_the_list_of_structs_is_complete() -> None:
-    assert len(STRUCTS) == HEADER.count("\nstruct wire_") == 17
+    assert len(STRUCTS) == HEADER.count("\nstruct wire_") == 19
     assert set(DTYPES) <= set(STRUCTS)
 
 
@@ -106,6 +106,7 @@ def test_numpy_and_cffi_agree_on_each_field_size() -> None:
 def test_constants_written_twice_are_the_same() -> None:
     assert (columns.BUCKETS, columns.DEPTH) == (lib.WIRE_BUCKETS, lib.WIRE_DEPTH)
     assert (columns.REC.itemsize, columns.UID_REC.itemsize) == (rings.REC_BYTES, rings.UID_BYTES)
+    assert columns.ROW.itemsize == rings.ROW_BYTES
 
 
 def test_records_wants_whole_records() -> None:

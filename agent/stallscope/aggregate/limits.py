@@ -47,6 +47,8 @@ LIMITS = {
     "kinds of calls in steps": 2048,
     "call sites": 16384,
     "frames of call sites": 65536,
+    "threads": 8192,
+    "processes with a pipeline": 256,
 }
 
 

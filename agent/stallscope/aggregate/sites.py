@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stallscope.aggregate.checks import BadField, integer, items, maybe_text
+from stallscope.aggregate.checks import BadField, integer, items, maybe_integer, maybe_text
 from stallscope.aggregate.hooks import WIRE_HOOKS
 from stallscope.aggregate.hosts import stack_frame
 from stallscope.aggregate.limits import Overflow
@@ -21,19 +21,25 @@ MAX_NUMBER = 1 << 63
 
 
 class SiteTimes(NamedTuple):
-    """Outermost calls there that returned: durations in ns, `hist` as in wire_time."""
+    """Outermost calls there that returned: durations in ns, `hist` as in wire_time.
+
+    `idle`: how many of them left nothing queued, until the process queued something `idle_ns` later in all.
+    """
 
     calls: int
     total_ns: int
     max_ns: int
     max_at_ns: int
     hist: NDArray[np.uint64]
+    idle: int = 0
+    idle_ns: int = 0
 
 
 class Site(NamedTuple):
     """One Python stack that waits in one function. Frames innermost first; `cut`: outer ones are missing.
 
-    `why`: why the innermost frame is not known, None where it is.
+    `why`: why the innermost frame is not known, None where it is. `what`: the copy that its calls are, or wait for
+    (enum wire_class of native/wire.h), 0: there is none, None: nobody looked.
     """
 
     number: int
@@ -42,6 +48,7 @@ class Site(NamedTuple):
     frames: list[dict[str, Any]]
     cut: bool
     why: str | None
+    what: int | None = None
 
 
 class Sites:
@@ -67,9 +74,9 @@ class Sites:
         if not isinstance(cut, bool):
             raise BadField("cut is no boolean")
         number, proc, hook = integer(body, "id"), integer(body, "proc"), integer(body, "hook", 0, WIRE_HOOKS)
-        why = maybe_text(body, "why")
+        why, what = maybe_text(body, "why"), maybe_integer(body, "what", 0)
         if number not in self.table and not self._overflow.full("call sites", len(self.table)):
-            site = Site(number, proc, hook, [self._shared(frame) for frame in frames], cut, why)
+            site = Site(number, proc, hook, [self._shared(frame) for frame in frames], cut, why, what)
             self.table[number] = site
             self._by_hook.setdefault((proc, hook), []).append(site)
 
@@ -96,13 +103,14 @@ class Sites:
 
 
 def _row(row: Any) -> tuple[int, SiteTimes]:
-    if not isinstance(row, list) or len(row) != 6 or not isinstance(row[5], list) or len(row[5]) > 2 * BUCKETS:
+    if not isinstance(row, list) or len(row) not in (6, 8) or not isinstance(row[5], list) or len(row[5]) > 2 * BUCKETS:
         raise BadField("rows holds no site")
-    if not all(type(n) is int and 0 <= n < MAX_NUMBER for n in (*row[:5], *row[5])) or len(row[5]) % 2:
+    pairs, numbers = row[5], [*row[:5], *row[6:]]
+    if not all(type(n) is int and 0 <= n < MAX_NUMBER for n in (*numbers, *pairs)) or len(pairs) % 2:
         raise BadField("rows holds a site of impossible numbers")
     hist = np.zeros(BUCKETS, np.uint64)
-    if any(bucket >= BUCKETS for bucket in row[5][::2]):
+    if any(bucket >= BUCKETS for bucket in pairs[::2]):
         raise BadField("rows holds a site with an impossible bucket")
-    hist[row[5][::2]] = row[5][1::2]
-    number, calls, total_ns, max_ns, max_at_ns = row[:5]
-    return number, SiteTimes(calls, total_ns, max_ns, max_at_ns, hist)
+    hist[pairs[::2]] = pairs[1::2]
+    number, calls, total_ns, max_ns, max_at_ns, *idle = numbers
+    return number, SiteTimes(calls, total_ns, max_ns, max_at_ns, hist, *idle)

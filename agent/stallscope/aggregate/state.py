@@ -36,6 +36,7 @@ from stallscope.aggregate.process import Link, Process, Processes
 from stallscope.aggregate.rounds import Rounds
 from stallscope.aggregate.sites import Sites
 from stallscope.aggregate.table import table_rows
+from stallscope.aggregate.threads import Threads
 from stallscope.aggregate.witnesses import Witnesses
 from stallscope.wire.columns import REC, UID_REC
 from stallscope.wire.frames import Body, Frame, Kind
@@ -118,6 +119,7 @@ class State:
         self.crews = Crews(self.overflow)
         self.oom_kills = OomKills(self.overflow)
         self.sites = Sites(self.overflow)
+        self.threads = Threads(self.overflow)
         self.ticked_ns = 0
         self.witnesses = Witnesses(self.overflow)
         self._begin(Hooks([]))
@@ -147,6 +149,8 @@ class State:
             Kind.CREW: self.crews.look,
             Kind.SITE: self.sites.add,
             Kind.SITES: self.sites.count,
+            Kind.THREADS: self.threads.tell,
+            Kind.PIPELINE: self.threads.wait,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,

@@ -75,6 +75,7 @@ class Population:
         self.victims: Victims | None = Victims(send, self.live)
         self.on_image: Callable[[Target], None] = lambda target: None
         self.admits: Callable[[int], bool] = lambda pid: True
+        self.on_burial: Callable[[Target, int], None] = lambda target, now: None
         linker.before_link = self.send_counts
         linker.on_preloaded = self._preloaded
 
@@ -339,6 +340,7 @@ class Population:
             target = dead.target
             self._shims.retire(target, dead.at_ns)
             self.send_counts(target, self._clock())
+            self.on_burial(target, self._clock())
             self._linker.tell_silent(target, final=True)
             body = exit_body(self._tables.endings.row(target.slot), dead.code)
             oom = None if self.victims is None else self.victims.holds(target.proc)
@@ -372,6 +374,7 @@ class Population:
         self._tables.counters.zero(slot)
         self._tables.ranges.set(slot, [])
         self._tables.endings.clear(slot)
+        self._tables.flows.clear(slot)
         self._tables.slots.free(slot)
 
     def send_counts(self, target: Target, now: int) -> None:

@@ -18,9 +18,9 @@ from stallscope.capture._drain import ffi, lib
 __all__ = ["Conf", "Ctl", "Drained", "Frame", "InflightRow", "Ranges", "Ring", "Rows", "Slot", "SlotChanges",
            "SlotCounters", "Slots", "Spans", "Table", "Thread", "inflight_rows"]  # fmt: skip
 
-REC_BYTES, UID_BYTES, ROW_BYTES = 104, 232, 416
+REC_BYTES, UID_BYTES, ROW_BYTES = 104, 232, 488
 MAX_UIDS = 1024
-_ROW_HEAD = struct.Struct("<QIIIIQ")
+_ROW_HEAD = struct.Struct("<QIIIIQ72x")
 _FRAME = struct.Struct("<QQQIBBH8Q")
 _NEVER_EMPTY = (1 << 64) - 1
 
@@ -276,7 +276,7 @@ class Table(_View):
     def _set(self, row: int, word: int, value: int) -> None:
         _check(lib.table__set(self._c, row, word, value), f"row {row}")
 
-    set_word = _set
+    word, set_word = _get, _set
 
 
 class Ctl(Table):
@@ -295,7 +295,7 @@ class Ctl(Table):
 
 
 class Conf(Table):
-    """Sampling thresholds by hook: 0 = never by chance, 2**32 - 1 = always; and whose call sites are looked up."""
+    """Sampling thresholds by hook: 0 = never by chance, 2**32 - 1 = always; and what each call is."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, 1, lib.WIRE_HOOKS)
@@ -310,9 +310,9 @@ class Conf(Table):
             raise ValueError(f"threshold {threshold}")
         self._set(hook, 0, self._get(hook) >> 32 << 32 | threshold)
 
-    def look_up_sites(self, hook: int) -> None:
-        """From now on, where the process has a Python that is known."""
-        self._set(hook, 0, 1 << 32 | self.get(hook))
+    def describe(self, hook: int, word: int) -> None:
+        """What a call of the hook is (capture/causes.py), and whether its sites are looked up."""
+        self._set(hook, 0, word << 32 | self.get(hook))
 
 
 class Ranges(Table):

@@ -22,6 +22,7 @@ from stallscope.capture.loader import Loaded
 from stallscope.capture.loop import POLL_MS, Loop
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.parser_client import ParserClient
+from stallscope.capture.pipelines import Pipelines
 from stallscope.capture.population import Population
 from stallscope.capture.procfs import Mapping
 from stallscope.capture.reaper import Reaper
@@ -33,6 +34,7 @@ from stallscope.capture.sites import Sites
 from stallscope.capture.suspicion import EARLY_NS
 from stallscope.capture.tables import CommRows, Tables
 from stallscope.capture.target import Target
+from stallscope.capture.threads import Threads
 from stallscope.capture.ways import NO_LIMIT, way_of
 from stallscope.errors import CaptureProblem
 from stallscope.wire.frames import Kind
@@ -115,6 +117,12 @@ class Session(Loop):
             self.tables.sites, parser, outbox.send, self._clock, self.population.proc_of_slot,
             works=loaded.style is not Style.PERF_NO_COOKIE,
         )  # fmt: skip
+        self._threads = Threads(self.tables.rows.deeds, self.tables.rows.forget, self._sites.python_of, outbox.send)
+        self.population.on_burial = self._threads.bury
+        self._pipelines = Pipelines(
+            outbox.send, self._clock, self._sites.reader_of,
+            self._threads.is_fed, self.tables.is_inside,
+        )  # fmt: skip
         self._tracepoints: list[RawTracepoint] = []
         self._discovery: Discovery | None = None
         self._next_early_ns = 0
@@ -176,6 +184,8 @@ class Session(Loop):
         self._read_mappings()
         self.population.settle()
         self._sites.look(self.population.live())
+        if self.outbox.bulk_ok:
+            self._pipelines.step()
 
     def _read_losses(self) -> dict[str, int]:
         return {name: self.tables.ctl.get(place) for place, name in LOSS_PLACES.items()}
@@ -207,6 +217,10 @@ class Session(Loop):
 
     def _slow(self, now: int) -> None:
         self._sites.send()
+        self._threads.look(self.population.live(), now)
+        # Trainers with worker processes are looked at for these.
+        crews = self._workers.crews.by_trainer
+        self._pipelines.find([target for target in self.population.live() if target.proc not in crews], now)
         super()._slow(now)
 
     def _open_tap(self, on: bool) -> None:
@@ -270,6 +284,8 @@ class Session(Loop):
         self._exit_probes.close()
         self.population.unlink_all()
         self._sites.finish(self.population.live())
+        self._threads.look(self.population.live(), self._clock())
+        self._pipelines.find([], self._clock())
 
     def _last_look(self, target: Target) -> None:
         self._inference.check(target)

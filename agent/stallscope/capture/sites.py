@@ -42,16 +42,18 @@ class _Image:
     due_ns: int = 0
     tries: int = 0
     is_known: bool = False
+    python: Python | None = None
     reader: CodeReader | None = None
 
 
 @dataclass
 class _Row:
-    """A site that was told; `calls` when its times were last sent."""
+    """A site that was told; `calls` and `idle` when its times were last sent."""
 
     number: int
     proc: int
     calls: int = 0
+    idle: int = 0
 
 
 class Sites:
@@ -100,6 +102,16 @@ class Sites:
             if self._is_due(target, now) and self._clock() - now < RUSH_NS:
                 self._configure(target, now)
 
+    def reader_of(self, proc: int) -> tuple[Python, CodeReader] | None:
+        """How to read the Python stacks of a process; None where there are none, or nobody knows how."""
+        image = self._images.get(proc)
+        return (image.python, image.reader) if image and image.python and image.reader else None
+
+    def python_of(self, proc: int) -> Python | None:
+        """How its Python is laid out, None as above."""
+        image = self._images.get(proc)
+        return image.python if image else None
+
     def _is_due(self, target: Target, now: int) -> bool:
         if not target.linked or target.preloaded or not self._works:
             return False
@@ -114,7 +126,7 @@ class Sites:
         found = self._finder.find(target.pid)
         image.is_known = not isinstance(found, NotYet) or image.tries >= RETRIES
         if isinstance(found, Python):
-            image.reader = CodeReader(target.pid, found, self._parser)
+            image.python, image.reader = found, CodeReader(target.pid, found, self._parser)
             self._table.configure(target.slot, target.pid, self._next_image, found)
             self._next_image += 1
         elif image.is_known:
@@ -158,7 +170,7 @@ class Sites:
         self._send(
             Kind.SITE,
             {"at_ns": now, "proc": proc, "id": self._next_number, "hook": site.hook, "tid": site.tid, "frames": frames,
-             "cut": site.is_cut, "why": why},
+             "cut": site.is_cut, "why": why, "what": site.what},
         )  # fmt: skip
         self._next_number += 1
 
@@ -192,10 +204,10 @@ class Sites:
     def _send_times(self, rows: dict[int, _Row]) -> None:
         changed: dict[int, list[list[Any]]] = {}
         for row, known in rows.items():
-            if self._table.calls(row) == known.calls:
+            if self._table.calls(row) == known.calls and self._table.idle(row) == known.idle:
                 continue
             times = self._table.times(row)
-            known.calls = times.calls
+            known.calls, known.idle = times.calls, times.idle
             changed.setdefault(known.proc, []).append([known.number, *times])
         for proc, all_of_it in changed.items():
             for begin in range(0, len(all_of_it), MAX_SENT):

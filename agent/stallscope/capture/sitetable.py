@@ -29,11 +29,14 @@ assert _CHUNK_BYTES % mmap.ALLOCATIONGRANULARITY == 0 and lib.WIRE_SITES % _CHUN
 class Site(NamedTuple):
     """One row. `flags` as enum wire_site_flag; frames innermost first, those between Python frames left out.
 
+    `what`: enum wire_class, the copy that its calls are, or wait for.
+
     `is_cut`: outer frames are missing.
     """
 
     row: int
     flags: int
+    what: int
     pid: int
     slot: int
     hook: int
@@ -43,29 +46,33 @@ class Site(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Calls of a site that returned: how many, their total, longest and when that one began; (bucket, count) pairs."""
+    """Calls of a site that returned: how many, their total, longest and when that one began; (bucket, count) pairs;
+    after how many of them nothing was queued, and for how long until something was."""
 
     calls: int
     total_ns: int
     max_ns: int
     max_at_ns: int
     buckets: list[int]
+    idle: int
+    idle_ns: int
 
 
 class SiteTable:
     """Rows are claimed by BPF programs, and given back here when their process has ended.
 
     Args:
-        keys_fd, sites_fd, pythons_fd: the maps; stay their owner's.
+        maps: map name -> descriptor; stay their owner's.
     """
 
-    def __init__(self, keys_fd: int, sites_fd: int, pythons_fd: int, ctl: Ctl) -> None:
+    def __init__(self, maps: dict[str, int], ctl: Ctl) -> None:
         self._ctl = ctl
-        self._keys = Table(keys_fd, 1, lib.WIRE_SITES)
-        self._pythons = Table(pythons_fd, 8, lib.WIRE_PROCS)
-        self._key_map = mmap.mmap(keys_fd, 8 * lib.WIRE_SITES, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._keys = Table(maps["site_keys"], 1, lib.WIRE_SITES)
+        self._idles = Table(maps["idles"], 2, lib.WIRE_SITES)
+        self._pythons = Table(maps["pythons"], 8, lib.WIRE_PROCS)
+        self._key_map = mmap.mmap(maps["site_keys"], 8 * lib.WIRE_SITES, mmap.MAP_SHARED, mmap.PROT_READ)
         self._key_words = memoryview(self._key_map).cast("Q")
-        self._sites_fd = sites_fd
+        self._sites_fd = maps["sites"]
         self._chunks: dict[int, mmap.mmap] = {}
 
     def taken(self) -> int:
@@ -93,7 +100,9 @@ class SiteTable:
         slots = [_FRAME.unpack_from(data, _HEAD.size + 16 * i) for i in range(min(count, lib.WIRE_PY_FRAMES))]
         frames = [PyFrame(*frame) for frame in slots if frame[0]]
         is_cut = bool(flags & (UNREADABLE | DEEP)) or len(frames) > MAX_FRAMES
-        return Site(row, flags, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut)
+        return Site(
+            row, flags, flags >> lib.WIRE_SITE_CLASS_SHIFT & 15, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut
+        )
 
     def calls(self, row: int) -> int:
         """How many calls returned."""
@@ -106,10 +115,18 @@ class SiteTable:
         calls, total_ns, max_ns = _TIME.unpack_from(pages, at + _TIME_AT)
         hist = struct.unpack_from(f"<{lib.WIRE_BUCKETS}I", pages, at + _TIME_AT + _TIME.size)
         pairs = [number for index, count in enumerate(hist) if count for number in (index, count)]
-        return Times(calls, total_ns, max_ns, _HEAD.unpack_from(pages, at)[-1], pairs)
+        return Times(
+            calls, total_ns, max_ns, _HEAD.unpack_from(pages, at)[-1], pairs, self.idle(row), self._idles.word(row, 1)
+        )
+
+    def idle(self, row: int) -> int:
+        """After how many calls nothing was queued until something was."""
+        return self._idles.word(row, 0)
 
     def free(self, row: int) -> None:
         """Give a row back; nobody may write it any more."""
+        for word in range(2):
+            self._idles.set_word(row, word, 0)
         pages, begin = self._place(row)
         pages[begin : begin + _SITE_BYTES] = bytes(_SITE_BYTES)
         self._keys.set_word(row, 0, 0)
@@ -133,5 +150,5 @@ class SiteTable:
         self._key_words.release()
         for mapped in (self._key_map, *self._chunks.values()):
             mapped.close()
-        for table in (self._keys, self._pythons):
+        for table in (self._keys, self._idles, self._pythons):
             table.close()

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from stallscope.capture.blocked import read_memory
 from stallscope.capture.bpfmaps import Comms, ProcsMap
+from stallscope.capture.causes import cause_word
+from stallscope.capture.deeds import Flows, RowsOfDeeds
 from stallscope.capture.endings import Endings
 from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
-from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
+from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, SlotCounters, Slots, Spans
 from stallscope.capture.sitetable import FSBASE, SiteTable
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import BY_NAME, HOOKS
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["BULK_BYTES", "LEFT", "VITAL_BYTES", "CommRows", "Tables"]
 
 LIFE_BYTES = 1 << 18
-SITE_KINDS = ("wait", "copy", "alloc", "collective", "p2p", "group", "comm")
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
 # What tells that an operation is done when nothing waits for it (torch records an event behind each and asks for it).
 TAP = ("cudaEventRecord", "cudaEventRecord_ptsz", "cudaEventRecordWithFlags", "cudaEventRecordWithFlags_ptsz",
@@ -72,7 +73,7 @@ class Tables:
         self.vital = Ring(maps["vital"], VITAL_BYTES)
         self.bulk = Ring(maps["bulk"], BULK_BYTES)
         self.life = Ring(maps["life"], LIFE_BYTES)
-        self.rows = Rows(maps["rows"])
+        self.rows = RowsOfDeeds(maps["rows"])
         self.counters = SlotCounters(maps["counts"], maps["times"])
         self.ctl = Ctl(maps["ctl"])
         self.conf = Conf(maps["conf"])
@@ -82,7 +83,8 @@ class Tables:
         self.comms = Comms(maps["comms"])
         self.procs = ProcsMap(maps["procs"])
         self.endings = Endings(maps["endings"])
-        self.sites = SiteTable(maps["site_keys"], maps["sites"], maps["pythons"], self.ctl)
+        self.sites = SiteTable(maps, self.ctl)
+        self.flows = Flows(maps["flows"])
         self._usual = threshold(settings.one_in)
         self._set_up(settings)
 
@@ -102,8 +104,7 @@ class Tables:
         self.ctl.set(_CONF_LONG_NS, settings.long_ns)
         for hook in HOOKS:
             self.conf.set(hook.id, self._usual if hook.kind in SAMPLED_KINDS else _ALL)
-            if hook.kind in SITE_KINDS:
-                self.conf.look_up_sites(hook.id)
+            self.conf.describe(hook.id, cause_word(hook))
 
     def find_namespace(self, who_am_i: int) -> None:
         """Let BPF number processes as this process's pid namespace does. Raises OSError.
@@ -161,6 +162,10 @@ class Tables:
                     sites.append((proc, row.tid, row.frames[0].site - 1))
         return out, sites
 
+    def is_inside(self, pid: int, tid: int) -> bool:
+        """Whether a thread is inside a hooked call now."""
+        return any(row.tgid == pid and row.tid == tid for row in self.rows.inflight())
+
     def _left(self, row: InflightRow, now_ns: int) -> list[bool]:
         """Of each frame whether the thread has left it without a return (longjmp): it stays in the table then.
 
@@ -185,7 +190,7 @@ class Tables:
         """Unmap everything."""
         for ring in (self.vital, self.bulk, self.life):
             ring.close()
-        views = (self.rows, self.counters, self.ctl, self.conf, self.ranges, self.spans, self.slots)
+        views = (self.rows, self.counters, self.ctl, self.conf, self.ranges, self.spans, self.slots, self.flows)
         for view in views:
             view.close()
         self.comms.close()

@@ -11,9 +11,10 @@ from stallscope.capture.blocked import read_memory
 from stallscope.capture.procfs import clean
 from stallscope.capture.syscalls import TAKES_FD, syscall_name
 
-__all__ = ["BUSY", "Whereabouts", "pipes_of", "standard_pipes_of", "where_is"]
+__all__ = ["BUSY", "Whereabouts", "is_in_futex", "pipes_of", "standard_pipes_of", "turns_of", "where_is"]
 
 BUSY = "running"
+FUTEX_COMMAND, FUTEX_WAITS = 127, (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; above: flags
 POLLS = ("poll", "ppoll")
 POLL_FDS, POLLFD = 8, 8  # descriptors that are looked at; bytes of struct pollfd: fd, events, revents
 MAX_FDS, MAX_TEXT = 512, 256
@@ -48,6 +49,26 @@ def where_is(pid: int, tid: int) -> Whereabouts | None:
         return Whereabouts(None)
     name = syscall_name(number)
     return Whereabouts(name, _files(pid, tid, name, arguments))
+
+
+def is_in_futex(tid: int) -> bool:
+    """Whether a thread waits in futex(2) until it is woken, for however long; the GIL is waited for with a limit."""
+    try:
+        with open(f"/proc/{tid}/syscall", "rb") as file:
+            words = file.read(512).split()
+        number, operation, limit = int(words[0]), int(words[2], 16) & FUTEX_COMMAND, int(words[4], 16)
+    except (OSError, ValueError, IndexError):
+        return False
+    return syscall_name(number) == "futex" and operation in FUTEX_WAITS and limit == 0
+
+
+def turns_of(tid: int) -> int:
+    """How often a thread has been given a CPU; 0 where the kernel does not count it, or the thread has ended."""
+    try:
+        with open(f"/proc/{tid}/schedstat", "rb") as file:
+            return int(file.read(128).split()[2])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _files(pid: int, tid: int, name: str, arguments: list[int]) -> tuple[str, ...]:

@@ -1,15 +1,18 @@
-"""Where in the program threads waited: stacks of one function put together by the line that they begin with."""
+"""Where in the program threads waited: stacks of one function put together by the line that they begin with and by what
+made them wait."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stallscope.aggregate.sites import Site, Sites, SiteTimes
+from stallscope.diagnose.causes import Cause
 from stallscope.diagnose.timing import Timing, timing_of
 
 __all__ = ["CallSite", "call_sites", "not_own", "rest_of"]
@@ -22,12 +25,13 @@ Frame = dict[str, Any]
 
 
 class CallSite(NamedTuple):
-    """Calls of one function in one process from one line.
+    """Calls of one function in one process from one line, that waited for one cause.
 
     Attributes:
         site: the innermost Python frame, None where it is not known, and `why`.
         user_site: the innermost one in a file of the user's own.
         longest: (duration in ns, instant, frames) of the longest call of each of a few stacks, longest first.
+        idle: of how many of them it is known that nothing was queued when they ended; `idle_ns`: for how long then.
     """
 
     site: Frame | None
@@ -35,6 +39,9 @@ class CallSite(NamedTuple):
     why: str | None
     timing: Timing
     longest: list[tuple[int, int, list[Frame]]]
+    cause: Cause
+    idle: int
+    idle_ns: int
 
 
 def not_own(file: str | None) -> bool:
@@ -42,15 +49,16 @@ def not_own(file: str | None) -> bool:
     return file is None or bool(_FOREIGN.search(file))
 
 
-def call_sites(sites: Sites, proc: int, hook: int) -> list[CallSite]:
+def call_sites(sites: Sites, proc: int, hook: int, cause_of: Callable[[Site], Cause]) -> list[CallSite]:
     """Those of one function in one process, the largest total first."""
     groups: dict[tuple[Any, ...], list[tuple[Site, SiteTimes]]] = defaultdict(list)
     for site in sites.of(proc, hook):
         times = sites.times.get(site.number)
         if times is not None and times.calls:
-            groups[_place(site)].append((site, times))
-    found = [_merged(group) for group in groups.values()]
-    return sorted(found, key=lambda s: (-s.timing.total_ns, str(s.site), str(s.user_site), s.why or ""))
+            cause = cause_of(site)
+            groups[(*_place(site), cause)].append((site, times))
+    found = [_merged(group, place[-1]) for place, group in groups.items()]
+    return sorted(found, key=lambda s: (-s.timing.total_ns, str(s.site), str(s.user_site), s.why or "", str(s.cause)))
 
 
 def _ends(site: Site) -> tuple[Frame | None, Frame | None]:
@@ -63,13 +71,14 @@ def _place(site: Site) -> tuple[Any, ...]:
     return (*(tuple(frame.values()) if frame else None for frame in (innermost, own)), site.why)
 
 
-def _merged(group: list[tuple[Site, SiteTimes]]) -> CallSite:
+def _merged(group: list[tuple[Site, SiteTimes]], cause: Cause) -> CallSite:
     innermost, own = _ends(group[0][0])
     hist: NDArray[Any] = np.sum([times.hist for _, times in group], axis=0)
     calls, total_ns = sum(times.calls for _, times in group), sum(times.total_ns for _, times in group)
     timing = timing_of(calls, total_ns, max(times.max_ns for _, times in group), hist)
     longest = sorted(((t.max_ns, t.max_at_ns, s.frames) for s, t in group), key=lambda c: (-c[0], c[1]))[:KEPT]
-    return CallSite(innermost, own, group[0][0].why, timing, longest)
+    idle, idle_ns = sum(times.idle for _, times in group), sum(times.idle_ns for _, times in group)
+    return CallSite(innermost, own, group[0][0].why, timing, longest, cause, idle, idle_ns)
 
 
 def rest_of(whole: Timing, hist: NDArray[Any], sites: list[CallSite], parts: NDArray[Any]) -> Timing | None:

@@ -10,7 +10,9 @@ import numpy as np
 from stallscope.aggregate.hooks import HookFacts
 from stallscope.aggregate.process import Counts, Process
 from stallscope.aggregate.state import State
+from stallscope.aggregate.waits import WHOLE_DEVICE
 from stallscope.diagnose.callsites import CallSite, call_sites, rest_of
+from stallscope.diagnose.causes import Cause, Causes, cause_without_site
 from stallscope.diagnose.timing import Timing, outermost, outermost_hist, untimed
 
 __all__ = ["Stall", "stalls"]
@@ -23,7 +25,8 @@ class Stall(NamedTuple):
 
     `cut` says that some of them were not timed, so that count and total are too small. `longest` is [(duration,
     instant, frames or None)], longest first. `why`: why `site` is None, None where nobody looked. `is_rest`: what the
-    sites don't account for, so that its maximum is not known.
+    sites don't account for, so that its maximum is not known. `idle`: how many of the calls are known to have left
+    nothing queued, None where nobody looked, and for how long in all; `is_whole`: then the device as a whole was idle.
     """
 
     process: Process
@@ -35,33 +38,54 @@ class Stall(NamedTuple):
     user_site: dict[str, Any] | None = None
     why: str | None = None
     is_rest: bool = False
+    cause: Cause = Cause(None)
+    idle: int | None = None
+    idle_ns: int = 0
 
     @property
-    def cause(self) -> str | None:
-        """A synchronize call waits because it says so; for the others something must be found out first."""
-        return "explicit" if self.hook.kind == "wait" else None
+    def is_whole(self) -> bool:
+        """Whether the function waits for all of the device, so that all of it was idle then."""
+        return self.hook.name in WHOLE_DEVICE or self.hook.name == "cuCtxSynchronize_v2"
 
 
 def stalls(state: State) -> list[Stall]:
     """All of them, the largest total first."""
     under_way = state.flight.under_way()
     rows = ((p, n) for p in state.processes.table.values() for n in p.counts)
-    found = [s for p, n in rows for s in _stalls(state, p, n, under_way[p.proc, n, False])]
+    causes = Causes(state)
+    found = [s for p, n in rows for s in _stalls(state, causes, p, n, under_way[p.proc, n, False])]
     return sorted(found, key=lambda s: (-s.timing.total_ns, s.process.order, s.hook.id))
 
 
-def _stalls(state: State, process: Process, number: int, under_way: int) -> list[Stall]:
+def _stalls(state: State, causes: Causes, process: Process, number: int, under_way: int) -> list[Stall]:
     hook, counts = state.hooks.get(number), process.counts[number]
     timing = outermost(process, hook) if hook.stall_kind else None
     if timing is None or not timing.calls:
         return []
     outer = Counts(calls=counts.calls - counts.nested)
     cut = untimed(outer, timing, under_way) or process.untimed
-    sites = call_sites(state.sites, process.proc, number)
+    sites = call_sites(state.sites, process.proc, number, causes.of)
     if not sites:
         longest = [(ns, at, None) for ns, at in process.longest.get(number, [])]
-        return [Stall(process, hook, timing, cut, longest, why=state.sites.unknown.get(process.proc))]
-    found = [Stall(process, hook, s.timing, cut, s.longest, s.site, s.user_site, s.why) for s in sites]
+        why = state.sites.unknown.get(process.proc)
+        return [Stall(process, hook, timing, cut, longest, why=why, cause=Cause(cause_without_site(hook, why)))]
+    found = [
+        Stall(
+            process,
+            hook,
+            s.timing,
+            cut,
+            s.longest,
+            s.site,
+            s.user_site,
+            s.why,
+            False,
+            s.cause,
+            s.idle or None,
+            s.idle_ns,
+        )
+        for s in sites
+    ]
     return found + _rest(state, process, hook, timing, sites, cut)
 
 
@@ -70,4 +94,5 @@ def _rest(
 ) -> list[Stall]:
     parts = [t.hist for s in state.sites.of(process.proc, hook.id) if (t := state.sites.times.get(s.number))]
     rest = rest_of(whole, outermost_hist(process, hook), sites, np.sum(parts, axis=0))
-    return [Stall(process, hook, rest, cut, [], why=NOT_LOOKED_UP, is_rest=True)] if rest else []
+    cause = Cause(cause_without_site(hook, NOT_LOOKED_UP))
+    return [Stall(process, hook, rest, cut, [], why=NOT_LOOKED_UP, is_rest=True, cause=cause)] if rest else []

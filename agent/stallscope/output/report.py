@@ -11,10 +11,10 @@ from stallscope.aggregate.communicators import Communicator, root_address
 from stallscope.aggregate.process import SHIM, Process
 from stallscope.aggregate.state import State
 from stallscope.diagnose.accounting import Accounting, account
+from stallscope.diagnose.causes import born_here
 from stallscope.diagnose.hidden import hidden
 from stallscope.diagnose.incident import Findings
 from stallscope.diagnose.lineage import Lineage
-from stallscope.diagnose.stalls import Stall, stalls
 from stallscope.diagnose.startup import start_up
 from stallscope.output.calls import call_rows
 from stallscope.output.exits import exit_row
@@ -22,10 +22,12 @@ from stallscope.output.flight import flight_rows
 from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
 from stallscope.output.lineage import context_row, time_outs
-from stallscope.output.rounds import thread_rows
+from stallscope.output.rounds import round_rows
 from stallscope.output.rows import Row, bound, since
+from stallscope.output.stalls import stall_rows
 from stallscope.output.startup import startup_notes, startup_rows
 from stallscope.output.steps import steps_row
+from stallscope.output.threads import pipeline_stalls, thread_rows
 from stallscope.output.workers import data_stalls, worker_rows
 
 __all__ = ["SCHEMA", "build_report", "report_json"]
@@ -56,13 +58,18 @@ def build_report(state: State, findings: Findings) -> Row:
         "communicators": lambda: communicators,
         "collectives": lambda: collective_rows(findings),
         "in_flight": lambda: flight_rows(state),
-        "blocked_threads": lambda: thread_rows(state),
-        "stalls": lambda: [_stall(state, accounting, s) for s in stalls(state)] + data_stalls(state, lineage),
+        "blocked_threads": lambda: round_rows(state),
+        "stalls": lambda: (
+            stall_rows(state, accounting, findings.steps)
+            + data_stalls(state, lineage)
+            + pipeline_stalls(state, findings.steps)
+        ),
         "episodes": lambda: episode_rows(state, findings, names),
         "incidents": lambda: incident_rows(state, findings, names),
         "witnesses": lambda: witness_rows(state, findings),
         "startup": lambda: startup_rows(state, beginning) if beginning else [],
         "steps": lambda: steps_row(state, findings.steps),
+        "threads": lambda: thread_rows(state),
         "workers": lambda: worker_rows(state, lineage),
         "gpu": lambda: gpu_rows(state),
     }
@@ -198,20 +205,13 @@ def _process(state: State, lineage: Lineage, process: Process) -> Row:
         "observed_from_ns": since(state, min((link.at_ns for link in process.links), default=None)),
         "libraries": [{"library": link.library, "path": link.path} for link in process.links],
     }
-    if process.first_cuda_ns is not None and _born_here(state, process):
+    if process.first_cuda_ns is not None and born_here(state, process):
         row["first_cuda_at_ns"] = since(state, process.first_cuda_ns)
         # The first call may have been sampled out or made before the link.
         row["first_cuda_at_ns_is"] = "estimated"
         if _first_is_exact(state, process):
             del row["first_cuda_at_ns_is"]
     return row
-
-
-def _born_here(state: State, process: Process) -> bool:
-    """Whether the process had no CUDA before the capture began: else its first call lies in the unknown past."""
-    start = state.capture.start_mono_ns if state.capture else 0
-    first = min((link for link in process.links if link.library != "NCCL"), key=lambda link: link.at_ns, default=None)
-    return process.start_ns >= start or (first is not None and first.appeared_ns < first.at_ns)
 
 
 def _first_is_exact(state: State, process: Process) -> bool:
@@ -250,29 +250,3 @@ def _member(state: State, member: Any) -> Row:
         "status": member.status,
         "abandoned": member.abandoned,
     }
-
-
-def _stall(state: State, accounting: Accounting, stall: Stall) -> Row:
-    timing = stall.timing
-    row: Row = {
-        "proc": stall.process.proc,
-        "pid": stall.process.pid,
-        "kind": stall.hook.stall_kind,
-        "cause": stall.cause,
-        "api": stall.hook.name,
-        "site": stall.site,
-        "site_unknown": stall.why,
-        "user_site": stall.user_site,
-        "count": timing.calls,
-        "total_ns": timing.total_ns,
-        "max_ns": timing.max_ns,
-        "p50_ns": timing.p50_ns,
-        "p50_ns_is": "estimated",
-        "p99_ns": timing.p99_ns,
-        "p99_ns_is": "estimated",
-        "longest": [{"at_ns": since(state, at), "duration_ns": ns, "stack": stack} for ns, at, stack in stall.longest],
-    }
-    if stall.is_rest:
-        row["max_ns"] = None
-    bound(row, stall.cut or accounting.unsure(stall.process.proc, stall.hook.id), "count", "total_ns", "max_ns")
-    return row

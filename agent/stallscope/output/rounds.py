@@ -11,12 +11,12 @@ from stallscope.output.rows import Row, since
 from stallscope.output.waits import line_of, own_frame
 from stallscope.output.words import count, cut, duration
 
-__all__ = ["thread_rows", "threads_section"]
+__all__ = ["round_rows", "rounds_section"]
 
 PROCESSES, THREADS, FRAMES = 3, 6, 3
 
 
-def thread_rows(state: State) -> list[Row]:
+def round_rows(state: State) -> list[Row]:
     """By process and time; in a round those that wait come first."""
     table = state.processes.table
     rounds = [(proc, one) for proc, known in sorted(state.rounds.table.items()) if proc in table for one in known]
@@ -35,7 +35,7 @@ def _row(state: State, proc: int, pid: int, one: Round, stack: ThreadStack) -> R
     }  # fmt: skip
 
 
-def threads_section(report: Row, page: Console) -> None:
+def rounds_section(report: Row, page: Console) -> None:
     """Of each process the look at the longest wait; nothing where nobody waited for 2 s."""
     rounds: dict[int, dict[int, list[Row]]] = {}
     for row in report["blocked_threads"]:

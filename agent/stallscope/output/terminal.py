@@ -13,7 +13,7 @@ from stallscope.aggregate.faults import Faults
 from stallscope.output.gpu import gpu_lines
 from stallscope.output.header import counted, ends, subject, traced
 from stallscope.output.remarks import remarks
-from stallscope.output.rounds import threads_section
+from stallscope.output.rounds import rounds_section
 from stallscope.output.rows import Row
 from stallscope.output.startup import startup_section
 from stallscope.output.stdout import printable
@@ -23,6 +23,7 @@ from stallscope.output.terminal_ends import ends_section
 from stallscope.output.terminal_incidents import blocks, episodes, executed, no_blocks
 from stallscope.output.terminal_tree import tree
 from stallscope.output.terminal_workers import workers_section
+from stallscope.output.threads import threads_section
 from stallscope.output.waits import Whose, is_accident, line_of, lines, own_frame, waits, walls_of
 from stallscope.output.words import at_least, count, cut, duration, least
 
@@ -47,8 +48,19 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         file=io.StringIO(), width=width, force_terminal=tty, color_system="auto" if tty else None, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
-    sections = (blocks, _header, no_blocks, episodes, startup_section, steps_section, workers_section, _flight, waits)
-    more = (lines, threads_section, _enqueues, _communicators, executed, _others, _errors, tree, ends_section, _remarks)
+    sections = (
+        blocks,
+        _header,
+        no_blocks,
+        episodes,
+        startup_section,
+        steps_section,
+        workers_section,
+        threads_section,
+        _flight,
+        waits,
+    )
+    more = (lines, rounds_section, _enqueues, _communicators, executed, _others, _errors, tree, ends_section, _remarks)
     faults = Faults()
     for section in (*sections, *more):
         with faults.held(f"showing {section.__name__.strip('_')}"):

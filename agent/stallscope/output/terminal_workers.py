@@ -18,7 +18,7 @@ LEAST_PERCENT = 1.0
 def workers_section(report: Row, page: Console) -> None:
     """Nothing where nobody has workers."""
     people = {p["proc"]: p for p in report["processes"]}
-    starved = [s for s in report["stalls"] if s["kind"] == "data" and _percent(s) >= LEAST_PERCENT]
+    starved = [s for s in report["stalls"] if s["cause"] == "workers" and _percent(s) >= LEAST_PERCENT]
     rows = report["workers"]
     if not rows:
         return

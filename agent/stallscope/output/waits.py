@@ -12,7 +12,7 @@ from stallscope.output.words import at_least, count, cut, duration, least, share
 
 __all__ = ["Whose", "is_accident", "line_of", "lines", "own_frame", "waits", "walls_of"]
 
-WAITS, LINES = 12, 10
+WAITS, LINES, DRY = 12, 10, 3
 SMALL_PERCENT = 0.5
 SHOWN_ANYWAY = 3
 OFTEN_NESTED = 10
@@ -64,7 +64,7 @@ def waits(report: Row, page: Console) -> None:
     more = _unshown(len(big) - min(len(big), shown), len(small) - max(0, shown - len(big)))
     table(page, title, columns, [*big, *small], shown, lambda s: [
         *whose.cells(s),
-        s["api"] or "(waits for workers)",
+        _function(s),
         least(s, "count", count),
         least(s, "total_ns", duration),
         _share(s, walls),
@@ -79,10 +79,14 @@ def _by_total(report: Row) -> list[Row]:
     calls = {(c["proc"], c["api"]): c for c in report["calls"]}
     groups: dict[tuple[int, str], list[Row]] = {}
     for stall in report["stalls"]:
-        groups.setdefault((stall["proc"], stall["api"]), []).append(stall)
+        groups.setdefault((stall["proc"], _function(stall)), []).append(stall)
     rows = [_whole(group, calls.get(key)) for key, group in groups.items()]
     rows.sort(key=lambda s: -s["total_ns"])
     return sorted(rows, key=lambda s: is_accident(calls.get((s["proc"], s["api"])), s["count"]))
+
+
+def _function(stall: Row) -> str:
+    return stall["api"] or ("(waits for workers)" if stall["cause"] == "workers" else "(waits for threads)")
 
 
 def _whole(group: list[Row], call: Row | None) -> Row:
@@ -130,12 +134,12 @@ def _unshown(big: int, small: int) -> str:
 
 def lines(report: Row, page: Console) -> None:
     """The Python lines that waited most, over all processes."""
-    known: dict[tuple[str, str], list[Row]] = {}
+    known: dict[tuple[str, str, str], list[Row]] = {}
     unknown: list[Row] = []
     for stall in report["stalls"]:
         frame = stall["user_site"] or stall["site"]
         if frame and frame["file"]:
-            known.setdefault((line_of(frame), stall["api"]), []).append(stall)
+            known.setdefault((line_of(frame, 26), _function(stall), _why(stall)), []).append(stall)
         else:
             unknown.append(stall)
     if not known:
@@ -143,16 +147,31 @@ def lines(report: Row, page: Console) -> None:
     walls = walls_of(report)
     rows = sorted((_sum(key, group, walls) for key, group in known.items()), key=lambda r: (-r["total_ns"], r["line"]))
     several = any(row["procs"] > 1 for row in rows[:LINES])
-    columns = ["LINE", "FUNCTION", *["processes"] * several, "count", "total", "share"]
+    columns = ["LINE", "FUNCTION", *["processes"] * several, "count", "total", "share", "WHY"]
     table(page, "the lines that wait most (share of the time of their processes)", columns, rows, LINES, lambda r: [
-        cut(r["line"], 26 if several else 36),
+        cut(r["line"], 20 if several else 26),
         cut(r["api"], 21),
         *[str(r["procs"])] * several,
         least(r, "count", count),
         least(r, "total_ns", duration),
         _share(r, {0: r["wall"]}),
+        r["why"],
     ])  # fmt: skip
+    _tell_dry(rows, page)
     _tell_unknown(unknown, page)
+
+
+def _why(stall: Row) -> str:
+    """The cause, marked where it is a guess."""
+    return ("~" if stall.get("cause_is") else "") + (stall.get("cause") or "-")
+
+
+def _tell_dry(rows: list[Row], page: Console) -> None:
+    """After which lines the device had nothing left to do, and for how long until the next launch."""
+    dry = sorted((row for row in rows if row["dry_ns"]), key=lambda row: -row["dry_ns"])
+    if dry:
+        told = ", ".join(f"{row['line']} ~{duration(row['dry_ns'])}" for row in dry[:DRY])
+        page.print(Text(f"nothing was queued any more after: {told}", style="dim"))
 
 
 def _tell_unknown(unknown: list[Row], page: Console) -> None:
@@ -168,15 +187,23 @@ def own_frame(stack: list[Row]) -> Row:
     return next((frame for frame in stack if not not_own(frame["file"])), stack[0])
 
 
-def line_of(frame: Row) -> str:
-    """ "loop/train.py:42 step": the end of the path tells more than its beginning."""
-    place = "/".join((frame["file"] or "?").split("/")[-2:])
+def line_of(frame: Row, most: int = 80) -> str:
+    """ "loop/train.py:42 step": the end of the path tells more than its beginning.
+
+    Args:
+        most: columns there are; where they don't suffice the folder goes first.
+    """
+    folder, _, name = (frame["file"] or "?").rpartition("/")
+    place = f"{folder.rpartition('/')[2]}/{name}" if folder else name
+    if len(f"{place}:{frame['line'] or '?'} {frame['function']}") > most:
+        place = name
     return f"{place[-24:]}:{frame['line'] or '?'} {frame['function']}"
 
 
-def _sum(key: tuple[str, str], group: list[Row], walls: dict[int, int]) -> Row:
+def _sum(key: tuple[str, str, str], group: list[Row], walls: dict[int, int]) -> Row:
     procs = {stall["proc"] for stall in group}
-    row: Row = {"line": key[0], "api": key[1], "procs": len(procs), "proc": 0}
+    row: Row = {"line": key[0], "api": key[1], "why": key[2], "procs": len(procs), "proc": 0}
+    row["dry_ns"] = sum(stall.get("dry_ns") or 0 for stall in group)
     row |= {number: sum(stall[number] for stall in group) for number in ("count", "total_ns")}
     for number in ("count", "total_ns"):
         bound(row, any(at_least(stall, number) for stall in group), number)

@@ -50,6 +50,10 @@ def _stall(state: State, row: Starving) -> Row:
         "api": None,
         "site": None,
         "user_site": None,
+        "copy": None,
+        "dry_count": None,
+        "dry_ns": None,
+        "step_share": None,
         "count": row.waits,
         "count_is": "lower_bound",  # what begins and ends between two looks is not seen
         "total_ns": row.starved_ns,

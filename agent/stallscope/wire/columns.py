@@ -32,7 +32,8 @@ FRAME = np.dtype(
 )  # fmt: skip
 ROW = np.dtype(
     [("owner", "<u8"), ("seq", "<u4"), ("depth", "<u4"), ("slot", "<u4"), ("shared", "<u4"), ("calls", "<u8"),
-     ("f", FRAME, DEPTH)]
+     ("copy_stack", "<u8"), ("copy_stream", "<u8"), ("copy_class", "<u4"), ("deeds", "<u4", 8), ("reserved", "<u4"),
+     ("wait_ns", "<u8"), ("was", "<u8"), ("f", FRAME, DEPTH)]
 )  # fmt: skip
 
 

@@ -71,11 +71,19 @@ PLACE      at_ns, proc, last_ns or nil, thread as in HOST: where the main thread
            another place than at the look before, which was at last_ns
 SITE       at_ns, proc, id: of this capture's sites, hook, tid: of the thread that came first, frames as in STACK, with
            function "?" and without file where it could not be resolved, cut: outer frames are missing, why nil or why
-           the innermost one is not known: a Python stack that waits in calls of that hook
-SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, count..]]..]: outermost calls at that
-           site that returned; buckets as in `wire_time`, without empty ones. Cumulative; only rows that changed, and
-           before the COUNTS of the same time, so that sites never add up to more than their hook. unknown: why the
-           process as a whole has no sites
+           the innermost one is not known: a Python stack that waits in calls of that hook; what: enum wire_class
+           (native/wire.h), the copy that these calls are or wait for, 0 or missing where there is none
+SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, count..], idle, idle_ns]..]: outermost
+           calls at that site that returned; buckets as in `wire_time`, without empty ones; after how many of them
+           nothing was queued, and for how long until something was (both missing in old recordings). Cumulative; only
+           rows that changed, and before the COUNTS of the same time, so that sites never add up to more than their
+           hook. unknown: why the process as a whole has no sites
+THREADS    at_ns, proc, rows [[tid, name, python: whether it is one of Python's or nil, since_ns: first seen, wait_ns,
+           [count of each enum wire_deed (native/wire.h)..]]..]: what each thread did, outermost calls; cumulative; only
+           rows that changed. A thread that ends within a second may be missing, and so may its last second
+PIPELINE   at_ns, proc, looks, watched_ns, rows [[frames as in STACK, ns, waits, longest_ns]..]: where the main thread
+           was when looks found it waiting for another thread (in futex(2), without a time limit, in no call of CUDA)
+           while threads that are none of Python's fed the device; cumulative
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
@@ -149,6 +157,8 @@ class Kind(IntEnum):
     CREW = 34
     SITE = 30
     SITES = 35
+    THREADS = 41
+    PIPELINE = 42
 
 
 class Frame(NamedTuple):
