@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterator
 
-__all__ = ["candidates", "has_segment", "lock", "reopen", "start_ticks_of"]
+__all__ = ["candidates", "has_let_go", "has_segment", "lock", "reopen", "start_ticks_of"]
 
 MEMFD = "/memfd:stallscope-segment (deleted)"
 _FILE = re.compile(r"/\d{1,10}\.\d{1,20}\.seg(?: \(deleted\))?")
@@ -42,6 +42,16 @@ def has_segment(pid: int) -> bool:
     for fd in fds:
         os.close(fd)
     return bool(fds)
+
+
+def has_let_go(pid: int, file: tuple[int, int]) -> bool:
+    """Whether the process has no descriptor of the segment (device, inode) any more; False where that can't be seen."""
+    found = set()
+    for fd in candidates(pid):
+        info = os.fstat(fd)
+        found.add((info.st_dev, info.st_ino))
+        os.close(fd)
+    return file not in found and os.access(f"/proc/{pid}/fd", os.R_OK)
 
 
 def reopen(path: str) -> int:

@@ -14,7 +14,7 @@ from stallscope.capture.kernel import bpf, btf_offsets
 from stallscope.capture.loader import BULK_BYTES, VITAL_BYTES
 from stallscope.capture.procfs import probe_area
 from stallscope.capture.rings import Conf, Ctl, InflightRow, Ranges, Ring, Rows, SlotCounters, Slots, Spans
-from stallscope.capture.sitetable import FSBASE, SiteTable
+from stallscope.capture.sitetable import FSBASE, SITE_KINDS, SiteTable
 from stallscope.errors import CaptureProblem
 from stallscope.wire.hook_table import BY_NAME, HOOKS
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["BULK_BYTES", "LEFT", "VITAL_BYTES", "CommRows", "Tables"]
 
 LIFE_BYTES = 1 << 18
-SITE_KINDS = ("wait", "copy", "alloc", "collective", "p2p", "group", "comm")
 SAMPLED_KINDS = ("launch", "graph", "event", "copy", "wait", "alloc")
 # What tells that an operation is done when nothing waits for it (torch records an event behind each and asks for it).
 TAP = ("cudaEventRecord", "cudaEventRecord_ptsz", "cudaEventRecordWithFlags", "cudaEventRecordWithFlags_ptsz",

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stallscope.aggregate.hooks import HookFacts
 from stallscope.aggregate.process import Counts, Process
 from stallscope.aggregate.state import State
 from stallscope.diagnose.callsites import CallSite, call_sites, rest_of
 from stallscope.diagnose.timing import Timing, outermost, outermost_hist, untimed
+from stallscope.wire.columns import bucket_from
 
 __all__ = ["Stall", "stalls"]
 
 NOT_LOOKED_UP = "it waited before its Python was known, or the table of call sites was full"
+TOO_SHORT = "it was shorter than {:.2f} ms, which the shim does not look up"
 
 
 class Stall(NamedTuple):
@@ -60,7 +63,8 @@ def _stalls(state: State, process: Process, number: int, under_way: int) -> list
     sites = call_sites(state.sites, process.proc, number)
     if not sites:
         longest = [(ns, at, None) for ns, at in process.longest.get(number, [])]
-        return [Stall(process, hook, timing, cut, longest, why=state.sites.unknown.get(process.proc))]
+        why = state.sites.unknown.get(process.proc) or _too_short(state, process, outermost_hist(process, hook))
+        return [Stall(process, hook, timing, cut, longest, why=why)]
     found = [Stall(process, hook, s.timing, cut, s.longest, s.site, s.user_site, s.why) for s in sites]
     return found + _rest(state, process, hook, timing, sites, cut)
 
@@ -69,5 +73,22 @@ def _rest(
     state: State, process: Process, hook: HookFacts, whole: Timing, sites: list[CallSite], cut: bool
 ) -> list[Stall]:
     parts = [t.hist for s in state.sites.of(process.proc, hook.id) if (t := state.sites.times.get(s.number))]
-    rest = rest_of(whole, outermost_hist(process, hook), sites, np.sum(parts, axis=0))
-    return [Stall(process, hook, rest, cut, [], why=NOT_LOOKED_UP, is_rest=True)] if rest else []
+    hist, known = outermost_hist(process, hook), np.sum(parts, axis=0)
+    rest = rest_of(whole, hist, sites, known)
+    if rest is None:
+        return []
+    why = _too_short(state, process, np.where(hist > known, hist - known, 0)) or NOT_LOOKED_UP
+    return [Stall(process, hook, rest, cut, [], why=why, is_rest=True)]
+
+
+def _too_short(state: State, process: Process, hist: NDArray[Any]) -> str | None:
+    """Why calls have no site where only long ones are looked up; None where all are.
+
+    Args:
+        hist: durations of those without one.
+    """
+    least_ns = state.sites.least_ns.get(process.proc)
+    if least_ns is None:
+        return None
+    why = TOO_SHORT.format(least_ns / 1e6)
+    return f"{why}; or {NOT_LOOKED_UP}" if hist[bucket_from(least_ns) :].any() else why

@@ -75,7 +75,7 @@ SITE       at_ns, proc, id: of this capture's sites, hook, tid: of the thread th
 SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, count..]]..]: outermost calls at that
            site that returned; buckets as in `wire_time`, without empty ones. Cumulative; only rows that changed, and
            before the COUNTS of the same time, so that sites never add up to more than their hook. unknown: why the
-           process as a whole has no sites
+           process as a whole has no sites; least_ns: shorter calls have none
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
