@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from harness import ROOT, STALLSCOPE, TARGETS, Tracer, counts
 from run_kit import Preloaded, Running, environment, run
+from test_block import INJECT, frames, line_of, of
 from test_sites import EVERY, KNOWN, TARGET, WAITS, sites
 
 from stallscope.capture.segment import BadSegment, Segment
 from stallscope.capture.segments import candidates
+from stallscope.wire.frames import Kind
 
 SHORT = "it was shorter than 1.05 ms, which the shim does not look up"
 GONE = "its code object was gone, or could not be read"
@@ -181,7 +183,7 @@ def test_an_attach_to_a_process_with_the_shim(needs_bpf: None) -> None:
 
 def test_a_wait_that_lasts_shows_its_stack() -> None:
     """`run` ends with the shell, while the five threads wait on."""
-    command = f"exec 3<&0; {sys.executable} {TARGET} 1 60000000 <&3 & echo $!; sleep 4"
+    command = f"exec 3<&0; {sys.executable} {TARGET} 1 60000000 <&3 >/dev/null 2>&1 & echo $!; sleep 4"
     done = run(["sh", "-c", command], said="go\n")
     os.kill(int(next(line for line in done.out.splitlines() if line.isdigit())), 9)
     waiting = [row for row in done.report["in_flight"] if row["api"] == "cudaStreamSynchronize"]
@@ -241,3 +243,16 @@ def test_a_program_that_has_locked_itself_up_is_let_be() -> None:
     why = "it has a seccomp filter of its own, and the shim makes no system call there"
     assert done.code == 0 and unknown(done.report).keys() == {why}
     assert any(f"no Python call sites: {why}" in note for note in done.report["capture"]["notes"])
+
+
+def test_who_holds_up_the_others_shows_where(tmp_path: Path) -> None:
+    """A rank outside of every call: its Python stack is read while the others wait for it."""
+    words = [sys.executable, "-I", "-m", "stallscope.sim.job", "--load-time=0.5", "--ranks=2", "--dp=2",
+             "--fault=never:rank=1,step=10", "--duration=8", f"--truth={tmp_path / 'truth'}"]  # fmt: skip
+    report = run([*words], "-o", tmp_path / "r").report
+    rank = json.loads((tmp_path / "truth").read_text())["ranks"][1]["pid"]
+    stacks = [b for b in of(frames(tmp_path / "r"), Kind.STACK) if b["tid"] == rank]
+    assert stacks and all((b["by"], b["why"]) == ("memory", None) for b in stacks)
+    assert all(b["frames"][0][:2] == [str(INJECT), line_of("time.sleep(seconds)")] for b in stacks)
+    culprits = [c for incident in report["incidents"] for c in incident["culprits"]]
+    assert {c["pid"] for c in culprits} == {rank} and all(c["stack"][0]["file"] == str(INJECT) for c in culprits)
