@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from harness import ROOT, STALLSCOPE, TARGETS, Tracer, counts
+from pythons import EVERY, KNOWN, TARGET, command
 from run_kit import Preloaded, Running, environment, run
 from test_block import INJECT, frames, line_of, of
-from test_sites import EVERY, KNOWN, TARGET, WAITS, sites
+from test_sites import WAITS, sites
 
 from stallscope.capture.segment import BadSegment, Segment
 from stallscope.capture.segments import candidates
@@ -64,7 +65,7 @@ def ran(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same after "ready", so that the Python is known before the first wait; `again`: so often more."""
     with Running(
-        [python, str(TARGET), *map(str, words)], "--json", *options, env=environment(STALLSCOPE_LINGER="1")
+        [*command(python), str(TARGET), *map(str, words)], "--json", *options, env=environment(STALLSCOPE_LINGER="1")
     ) as running:
         for _ in range(again + 1):
             running.lines.wait_for("ready")
