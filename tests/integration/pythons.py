@@ -22,6 +22,8 @@ __all__ = ["EVERY", "KNOWN", "OTHERS", "TARGET", "command", "minor"]
 EVERY = os.environ.get("STALLSCOPE_ALL_PYTHONS") == "1"  # make test-pythons
 TARGET = ROOT / "tests/targets/waitsites.py"
 ROOTS = ROOT / "build/roots"
+# The pid stays the same, and the mount goes with the process. A segment says when its process began: that takes /proc.
+ENTER = 'mount -t proc proc "$0/proc" && exec chroot "$0" "$@"'
 NEEDED = [*TARGET.parent.glob("*.py"), *SIM_LIB.glob("*.so*"), SHIM]
 
 
@@ -50,7 +52,7 @@ def command(python: str) -> list[str]:
         there = root / file.relative_to("/")
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, there)
-    return ["chroot", str(root), f"/{Path(python).relative_to(root)}"]
+    return ["unshare", "--mount", "sh", "-c", ENTER, str(root), f"/{Path(python).relative_to(root)}"]
 
 
 def minor(python: str) -> int:

@@ -178,6 +178,10 @@ def fork_and_wait() -> None:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
+def tell(target: str) -> None:
+    print(json.dumps({"target": target, "pid": os.getpid(), "calls": dict(runtime.calls), "sites": dict(truth)}))
+
+
 def main() -> None:
     global wait_ns
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
@@ -201,9 +205,7 @@ def main() -> None:
         each.join()
     if "STALLSCOPE_LINGER" in os.environ:
         ready()
-    print(
-        json.dumps({"target": "waitsites.py", "pid": os.getpid(), "calls": dict(runtime.calls), "sites": dict(truth)})
-    )
+    tell("waitsites.py")
 
 
 if __name__ == "__main__":
