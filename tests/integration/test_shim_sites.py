@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness import ROOT, STALLSCOPE, TARGETS, Tracer, counts
 from pythons import EVERY, KNOWN, TARGET, command
-from run_kit import Preloaded, Running, environment, run
+from run_kit import Preloaded, Ran, Running, environment, run
 from test_block import INJECT, frames, line_of, of
 from test_sites import WAITS, sites
 
@@ -228,24 +228,40 @@ def test_an_unknown_version_is_noted(tmp_path: Path) -> None:
     assert any(f"no Python call sites: {why}" in note for note in report["capture"]["notes"])
 
 
-SANDBOXED = """
+FIRST = """
 import ctypes, runpy, struct, sys
-allow = ctypes.create_string_buffer(struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000))
-program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", 1, ctypes.addressof(allow)))
-libc = ctypes.CDLL(None)
-assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, program, 0, 0)
+{}
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+SANDBOXED = """
+allow = ctypes.create_string_buffer(struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000))
+program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", 1, ctypes.addressof(allow)))
+libc = ctypes.CDLL(None)
+assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, program, 0, 0)
+"""
+PROTECTED = "assert not ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"
 
 
 def test_a_program_that_has_locked_itself_up_is_let_be() -> None:
     """The walk is a system call, which its seccomp filter may answer by killing it."""
-    done = run([sys.executable, "-c", SANDBOXED, str(TARGET), "1", "30000"])
+    done = run([sys.executable, "-c", FIRST.format(SANDBOXED), str(TARGET), "1", "30000"])
     why = "it has a seccomp filter of its own, and the shim makes no system call there"
     assert done.code == 0 and unknown(done.report).keys() == {why}
     assert any(f"no Python call sites: {why}" in note for note in done.report["capture"]["notes"])
+
+
+def test_a_program_whose_memory_may_not_be_read(needs_root: None) -> None:
+    """Not dumpable, and its caller has no privileges."""
+    python = [os.path.realpath(sys.executable), "-c", FIRST.format(PROTECTED), str(TARGET), "1", "30000"]
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    words = [*nobody, *STALLSCOPE, "run", "--json", "--", *python]
+    out = subprocess.run(words, input="go\n", capture_output=True, text=True, env=environment(), check=True).stdout
+    report = Ran(0, out, "").report
+    why = "its memory may not be read (kernel.yama.ptrace_scope, or a program that protects itself)"
+    assert unknown(report) == {why: 5 * WAITS}
+    assert any(f"no Python call sites: {why}" in note for note in report["capture"]["notes"])
 
 
 def test_who_holds_up_the_others_shows_where(tmp_path: Path) -> None:
