@@ -99,6 +99,17 @@ def test_the_numbers_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_only_reads_along_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(FakeTable({3: site(2)}), PYTHON, monkeypatch, is_passive=True).begin()
     assert world.table.walked == [] and [row[1] for row in world.rows()] == [2]
+    world.filtered = True
+    world.sites.check()
+    assert world.table.stopped == 0
+
+
+def test_who_has_the_say_at_last_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(FakeTable(), PYTHON, monkeypatch, is_passive=True).begin()
+    world.held.is_passive = False
+    world.sites.check()
+    world.sites.check()
+    assert len(world.table.walked) == 1
 
 
 @pytest.mark.parametrize(("state", "found", "why"), [

@@ -103,11 +103,10 @@ class ShimSites:
         program.is_known = not isinstance(found, NotYet) or program.tries >= RETRIES
         if isinstance(found, Python):
             program.python, program.reader = found, CodeReader(target.pid, found, self._parser)
-            if not held.is_passive:
-                held.segment.walk(python_words(held.segment.header.pid, 0, found), WALKED, LEAST_NS)
+            _walk(held, found)
             self._send(Kind.SITES, {"at_ns": now, "proc": target.proc, "rows": [], "least_ns": LEAST_NS})
         elif program.is_known:
-            held.segment.stop_walking()  # a forked child has its parent's numbers
+            _stop(held)  # a forked child has its parent's numbers
             tell_unknown(self._send, now, target.proc, found)
 
     def _find(self, held: Held) -> Python | Unknown | NotYet | None:
@@ -119,12 +118,16 @@ class ShimSites:
         return Unknown(SANDBOXED) if has_own_filter(pid) else self._finder.find(pid)
 
     def check(self) -> None:
-        """Once a second: a program that has locked itself up meanwhile is let be."""
+        """Once a second: a program that has locked itself up is let be; who read along may have the say now."""
         for program in self._programs.values():
             held = program.held
-            if program.python is not None and held.is_open and has_own_filter(held.target.pid):
+            if program.python is None or not held.is_open:
+                continue
+            if not held.segment.sites().is_walked:
+                _walk(held, program.python)
+            if has_own_filter(held.target.pid):
                 program.python = None
-                held.segment.stop_walking()
+                _stop(held)
                 text = f"no more Python call sites from now on: {SANDBOXED}"
                 self._send(Kind.NOTE, {"at_ns": self._now(), "proc": held.target.proc, "text": text})
 
@@ -232,6 +235,17 @@ class ShimSites:
         frames = [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]
         why = None if places[0] else "its thread does not stand still"
         return self._tell_site(program, hook, tid, frames, len(found) > MAX_FRAMES, why, now)
+
+
+def _walk(held: Held, python: Python) -> None:
+    """Unless another capture has the say."""
+    if not held.is_passive:
+        held.segment.walk(python_words(held.segment.header.pid, 0, python), WALKED, LEAST_NS)
+
+
+def _stop(held: Held) -> None:
+    if not held.is_passive:
+        held.segment.stop_walking()
 
 
 def _less(times: Times, before: Times) -> Times:
