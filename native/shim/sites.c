@@ -48,7 +48,10 @@ static struct seg_walk *take_walk(void) {
 /* The frame that the thread executes; 0, with a flag, where it is none of Python's. */
 static uint64_t first_frame(const struct wire_python *p, struct seg_walk *w) {
   uint64_t base = self_base(), state = 0, frame = 0, both[2];
-  copy_own(w->pid, base + p->tss_at, &state, 8);
+  if (!copy_own(w->pid, base + p->tss_at, &state, 8)) { /* a sandbox that has no such call */
+    w->flags = WIRE_SITE_UNREADABLE;
+    return 0;
+  }
   struct iovec to = {both, 16},
                from[2] = {{(void *)(uintptr_t)(state + p->thread_id), 8}, {(void *)(uintptr_t)(state + p->frame), 8}};
   if (!state || read_own(w->pid, &to, from, 2) != 16 || both[0] != base) {

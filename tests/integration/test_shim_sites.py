@@ -72,7 +72,7 @@ def ran(
             wait_until_walked(running)
             running.say()
         running.lines.wait_for("ready")
-        time.sleep(1.0)  # on a busy machine what it waited for last is read later than it would end
+        time.sleep(0.5)  # on a busy machine what it waited for last is read later than it would end
         running.say()
         return told(running)
 
@@ -267,7 +267,7 @@ def test_a_program_whose_memory_may_not_be_read(needs_root: None) -> None:
 def test_who_holds_up_the_others_shows_where(tmp_path: Path) -> None:
     """A rank outside of every call: its Python stack is read while the others wait for it."""
     words = [sys.executable, "-I", "-m", "stallscope.sim.job", "--load-time=0.5", "--ranks=2", "--dp=2",
-             "--fault=never:rank=1,step=10", "--duration=8", f"--truth={tmp_path / 'truth'}"]  # fmt: skip
+             "--fault=never:rank=1,step=10", "--duration=6", f"--truth={tmp_path / 'truth'}"]  # fmt: skip
     report = run([*words], "-o", tmp_path / "r").report
     rank = json.loads((tmp_path / "truth").read_text())["ranks"][1]["pid"]
     stacks = [b for b in of(frames(tmp_path / "r"), Kind.STACK) if b["tid"] == rank]

@@ -124,6 +124,16 @@ def test_broken_stacks_are_counted_and_nothing_faults(agent: Agent, stubs: Path,
     walker.end()
 
 
+def test_where_nothing_can_be_read(agent: Agent, stubs: Path, walks: Path) -> None:
+    """As in a sandbox without that system call."""
+    walker = start(walks, agent, stubs, "whole", 2, 50)
+    walker.said["tss_at"] = 0xFFFFFFF8
+    walker.walk()
+    ((site, times),) = walker.sites()
+    assert (site.flags & ~1, site.frames, times.calls) == (UNREADABLE, [], 100)
+    walker.end()
+
+
 def test_a_full_table_turns_away_and_counts(agent: Agent, stubs: Path, walks: Path) -> None:
     """Random pointers make thousands of stacks."""
     walker = start(walks, agent, stubs, "spoilt", 32, 1000)
