@@ -103,8 +103,13 @@ $(TORCH_VENV)/installed.stamp: tests/torch/requirements.txt
 	$(Q){ $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check -r tests/torch/requirements.txt; } $(QUIET)
 	@touch $@
 
-test-pythons: build ## call sites on every CPython from 3.9 on that pyenv or the system has (5 minutes)
-	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_PYTHONS=1 $(PY) -m pytest -v tests/unit/test_stacks.py tests/integration/test_sites.py
+ROOTS ?=
+RELEASES := trixie sid
+test-pythons: build ## call sites on every CPython from 3.9 on that pyenv, the system or build/roots has; ROOTS=1 makes roots of Debian's newer ones (15 minutes)
+	$(if $(filter 1,$(ROOTS)),$(call say,debootstrap,$(RELEASES) (0.6 GB in $(BUILD)/roots)))
+	$(Q)$(if $(filter 1,$(ROOTS)),sh tests/integration/make_roots.sh $(BUILD)/roots $(RELEASES))
+	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_ALL_PYTHONS=1 $(PY) -m pytest -v -s tests/unit/test_stacks.py tests/integration/test_sites.py \
+	  tests/integration/test_shim_sites.py tests/integration/test_site_soak.py
 
 test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 10 minutes)
 	$(Q)$(PY) -m pytest tests/torch --durations=5

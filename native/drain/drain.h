@@ -156,6 +156,19 @@ void segment__gpu_untold(const struct segment *s, uint64_t *out);      /* SEG_GP
 uint32_t segment__gpu(const struct segment *s);                        /* enum seg_gpu_state of native/shim/gpu.h */
 uint64_t segment__clock_ns(const struct seg_clock *c, uint64_t ticks); /* without a segment */
 
+/* segsites.c: Python stacks under which threads of the process waited long. */
+struct segment_sites {
+  uint64_t taken, turned_away; /* rows ever taken; waits that got none */
+  uint32_t has_table;          /* 0: an older library, or a folder, where there is none */
+  uint32_t is_walked;          /* somebody has told it how to walk the frames */
+};
+void segment__sites(const struct segment *s, struct segment_sites *out);
+uint32_t segment__site_rows(const struct segment *s, uint16_t *out, uint32_t max);
+/* 1: *out is the row, its instant in ns; 0: it is being written. */
+int segment__site(const struct segment *s, const struct seg_clock *c, uint32_t row, struct wire_site *out);
+/* From now on outermost calls of these hooks that took so long are looked up. NULL: none are. */
+void segment__walk(struct segment *s, const struct wire_python *p, const uint64_t *hooks, uint64_t least_ns);
+
 /* syscalls.c */
 int sys__bpf(int command, void *attr, uint32_t size);
 int sys__perf_event_open(void *attr, int pid, int cpu, int group, uint64_t flags);

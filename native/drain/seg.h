@@ -25,6 +25,8 @@ struct seg_reader { /* of one block */
 struct segment {
   int fd;
   uint8_t *map;             /* NULL: a file, read piece by piece */
+  uint64_t mapped;          /* bytes */
+  uint64_t sites_at;        /* 0: it has no call sites */
   struct seg_header header; /* as it was when opened */
   struct seg_reader *readers[SEG_BLOCKS];
   uint32_t next;  /* the block to begin with */

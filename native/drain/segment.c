@@ -78,7 +78,8 @@ static const char *wrong_with(const struct seg_header *h, uint64_t bytes) {
 static int map(struct segment *s) {
   int seals = fcntl(s->fd, F_GET_SEALS);
   if (seals < 0 || !(seals & SEAL_SHRINK)) return 0;
-  void *at = mmap(NULL, s->header.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, s->fd, 0);
+  s->mapped = s->header.total_bytes + (s->sites_at ? SEG_SITE_BYTES : 0);
+  void *at = mmap(NULL, s->mapped, PROT_READ | PROT_WRITE, MAP_SHARED, s->fd, 0);
   if (at == MAP_FAILED) return -errno;
   s->map = at;
   return 0;
@@ -91,6 +92,9 @@ static int open_checked(struct segment *s, const char **why) {
   else if (pread(s->fd, &s->header, sizeof(s->header), 0) != sizeof(s->header)) *why = "it is shorter than a header";
   else *why = wrong_with(&s->header, (uint64_t)st.st_size);
   if (*why) return -EPROTO;
+  bool has_sites =
+      s->header.sites_at == s->header.total_bytes && (uint64_t)st.st_size >= s->header.total_bytes + SEG_SITE_BYTES;
+  s->sites_at = has_sites ? s->header.sites_at : 0;
   int ret = map(s);
   if (!ret && s->header.reader) ret = seg_start_from_here(s);
   return ret;
@@ -113,7 +117,7 @@ void segment__close(struct segment *s) {
   seg_let_go(s);
   for (int i = 0; i < SEG_BLOCKS; i++) free(s->readers[i]);
   free(s->base_times);
-  if (s->map) munmap(s->map, s->header.total_bytes);
+  if (s->map) munmap(s->map, s->mapped);
   if (s->fd >= 0) close(s->fd);
   free(s);
 }

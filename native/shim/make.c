@@ -19,7 +19,7 @@
 
 struct shape {
   uint32_t blocks, bulk_bits, vital_bits;
-  uint64_t block_bytes, bytes;
+  uint64_t block_bytes, sites_at, bytes; /* bytes: of the file; up to sites_at it is what older readers know */
 };
 
 static struct shape shape_of(uint32_t blocks) {
@@ -29,7 +29,8 @@ static struct shape shape_of(uint32_t blocks) {
     s.vital_bits = SEG_SMALL_VITAL_BITS;
   }
   s.block_bytes = SEG_BLOCK_BYTES(s.vital_bits, s.bulk_bits);
-  s.bytes = SEG_HEADER_BYTES + s.blocks * s.block_bytes;
+  s.sites_at = SEG_HEADER_BYTES + s.blocks * s.block_bytes;
+  s.bytes = s.sites_at + (seg_set.folder[0] ? 0 : SEG_SITE_BYTES); /* in a folder pages are dear, and a store a risk */
   return s;
 }
 
@@ -103,7 +104,8 @@ static void fill(struct seg_header *h, const struct shape *s) {
   h->version = SEG_VERSION;
   h->header_bytes = SEG_HEADER_BYTES;
   h->block_bytes = s->block_bytes;
-  h->total_bytes = s->bytes;
+  h->total_bytes = s->sites_at;
+  h->sites_at = s->bytes > s->sites_at ? s->sites_at : 0;
   h->n_blocks = s->blocks;
   h->bulk_bits = s->bulk_bits;
   h->vital_bits = s->vital_bits;
@@ -121,6 +123,7 @@ static void fill(struct seg_header *h, const struct shape *s) {
 static struct {
   int fd;
   uint64_t device, inode;
+  const struct seg_header *header; /* mapped still */
 } parents = {.fd = -1};
 
 static void close_parents(void) {
@@ -149,6 +152,8 @@ bool seg_make(struct seg_process *p) {
   p->header = (struct seg_header *)(void *)at;
   p->blocks = at + SEG_HEADER_BYTES;
   fill(p->header, &s);
+  if (parents.header) seg_inherit_sites(p->header, parents.header);
+  parents.header = p->header;
   if (!path[0]) syscall(SYS_fcntl, p->fd, ADD_SEALS, SEALS);
   __atomic_store_n(&p->header->magic, SEG_MAGIC, __ATOMIC_RELEASE);
   seg_hello(p);

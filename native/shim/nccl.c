@@ -195,5 +195,6 @@ void seg_nccl_leave(struct seg_call *c, const struct seg_nccl *k, int32_t status
     made(c, k, a, a[7]);
     if (!(FLAGS_OF(k->cookie) & WIRE_HOOK_UID_RETURN)) keep_uid(c, a[7], uid);
   }
+  seg_waited(c, dur);
   tell_return(c, k, dur, status, a, uid);
 }

@@ -2,7 +2,7 @@
  *
  * The shared memory of one traced process: written by libstallscope.so inside it, read by native/drain/segment.c.
  *
- *   header page | counts of calls that no ring took | communicators | block 0 | block 1 | ...
+ *   header page | counts of calls that no ring took | communicators | block 0 | block 1 | ... | call sites
  *   a block, one for each thread:  head page | counts | times | vital ring | bulk ring
  *
  * Nothing in it is trusted by the reader. Times are raw counter readings (x86 TSC, aarch64 CNTVCT).
@@ -25,6 +25,7 @@
 #define SEG_SMALL_VITAL_BITS 9
 #define SEG_COMM_BITS 10
 #define SEG_COMM_PROBES 16
+#define SEG_SITE_BITS 10 /* call sites: Python stacks by function */
 #define SEG_NO_WORD 8
 #define SEG_STATUS_NOT_READY 254 /* a bulk record's status byte for 600; 255 = another error */
 
@@ -40,6 +41,8 @@ enum seg_loss {
   SEG_HELLO = 3,       /* the segment could not be sent to the agent's socket */
   SEG_COMMS_MADE = 4,  /* communicators whose creation returned; no loss */
   SEG_COMMS_TAKEN = 5, /* rows of their table in use; no loss */
+  SEG_SITES_TAKEN = 6, /* rows of the table of call sites in use; no loss */
+  SEG_NO_SITE = 7,     /* long waits without a row there: it was full, or too many stacks were looked up at once */
   SEG_LOSSES = 8,
 };
 
@@ -79,7 +82,14 @@ struct seg_header {
   uint64_t losses[SEG_LOSSES] __attribute__((aligned(64)));
   uint64_t gpu_untold[SEG_GPU_FIGURES]; /* operations without a witness of the GPU */
   struct seg_words words[WIRE_HOOKS];
-  uint64_t lease; /* counter: until then somebody reads, and no vital record is overwritten before it was taken */
+  uint64_t lease;       /* counter: until then somebody reads, and no vital record is overwritten before it was taken */
+  uint64_t sites_at;    /* where call sites are; 0 = nowhere */
+  uint64_t sites_until; /* counter: as lease, of a forked child that its parent's reader will read */
+  /* The reader's, who knows the interpreter: waits of these hooks from site_ns on are looked up by these numbers. Its
+   * tgid is `pid` and stored last. */
+  uint64_t site_ns;
+  uint64_t site_hooks[(WIRE_HOOKS + 63) / 64];
+  struct wire_python python;
 };
 
 struct seg_comm {
@@ -153,6 +163,9 @@ struct seg_hello {
 #define SEG_TIMES_AT (SEG_COUNTS_AT + SEG_UP(WIRE_HOOKS * sizeof(struct wire_count)))
 #define SEG_VITAL_AT (SEG_TIMES_AT + SEG_UP(WIRE_TIMES * sizeof(struct wire_time)))
 #define SEG_BULK_AT(vital_bits) (SEG_VITAL_AT + (sizeof(struct seg_vital) << (vital_bits)))
+/* Keys (0 = free), then a struct wire_site each; max_at_ns is a reading of the counter, `slot` and `image` are 0. */
+#define SEG_SITE_KEYS SEG_UP(sizeof(uint64_t) << SEG_SITE_BITS)
+#define SEG_SITE_BYTES (SEG_SITE_KEYS + SEG_UP(sizeof(struct wire_site) << SEG_SITE_BITS))
 #define SEG_BLOCK_BYTES(vital_bits, bulk_bits) (SEG_UP(SEG_BULK_AT(vital_bits) + (32ull << (bulk_bits))))
 
 _Static_assert(sizeof(struct seg_header) <= SEG_PAGE, "seg_header");

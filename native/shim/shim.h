@@ -5,6 +5,7 @@
 #define STALLSCOPE_SHIM_H
 #include <stdbool.h>
 #include <stddef.h>
+#include <sys/uio.h>
 #include "segment.h"
 
 #define SEG_INSTANCES 4 /* wrappers of one function: 0 is exported, the others stand for one address each */
@@ -36,6 +37,20 @@ struct seg_thread {
   } outer[WIRE_DEPTH];
 } __attribute__((aligned(64)));
 
+/* Where a stack is put together: a thread's own stack may be small. */
+#define SEG_WALKS 32
+struct seg_walk {
+  uint32_t busy, frames;
+  uint64_t flags; /* enum wire_site_flag */
+  uint64_t pid;
+  uint64_t page; /* what `bytes` is a copy of; 0 = of nothing */
+  uint8_t bytes[SEG_PAGE], across[128];
+  struct wire_py_frame f[WIRE_PY_FRAMES];
+  struct iovec from[WIRE_PY_FRAMES];
+  uint64_t words[WIRE_PY_FRAMES][WIRE_PY_CODE_WORDS];
+  uint64_t x[WIRE_PY_FRAMES]; /* signatures under way */
+};
+
 enum seg_process_state { SEG_NONE = 0, SEG_MAKING = 1, SEG_READY = 2, SEG_FAILED = 3 };
 
 struct seg_process {
@@ -47,6 +62,7 @@ struct seg_process {
   uint8_t has_room[SEG_BLOCKS]; /* the block's memory is reserved */
   uint32_t early[WIRE_HOOKS];   /* calls made before the segment was ready */
   struct seg_thread threads[SEG_BLOCKS];
+  struct seg_walk walks[SEG_WALKS];
 };
 
 /* One function's real address, by instance. */
@@ -117,6 +133,9 @@ void seg_find_rank(struct seg_comm *row, uint64_t comm, const void *real);
 void seg_told(struct seg_call c, uint64_t dur, int32_t status, const uint64_t *a);
 int seg_put(struct seg_thread *t, const struct seg_vital *v, const void *uid);
 void seg_emit_vital(const struct seg_vital *v);
+/* sites.c */
+void seg_waited(const struct seg_call *c, uint64_t dur); /* a timed call has returned: where from, if it took long */
+void seg_inherit_sites(struct seg_header *h, const struct seg_header *parents);
 /* nccl.c */
 struct seg_nccl {
   uint64_t cookie;

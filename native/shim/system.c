@@ -7,9 +7,11 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-/* In the child of a fork. Where the kernel emptied the pages nothing is left to do. */
+/* In the child of a fork. Where the kernel emptied the pages only what the thread itself holds is left: the place it
+ * points to may become another thread's. */
 static void forget(void) {
   struct seg_process *p = seg_proc;
+  seg_leave_behind();
   if (p && p->state) memset(p, 0, sizeof(*p));
 }
 

@@ -14,6 +14,7 @@
 
 void seg_start(void);            /* settings.c */
 void seg_thread_key(void);       /* thread.c */
+void seg_leave_behind(void);     /* thread.c: the calling thread is no thread of this process's segment */
 void seg_objects_at_start(void); /* objects.c */
 void seg_find_dlsym(void);       /* names.c */
 void seg_find_spawns(void);      /* spawn.c */

@@ -60,6 +60,11 @@ void seg_thread_key(void) {
   has_key = !pthread_key_create(&key, leave);
 }
 
+void seg_leave_behind(void) {
+  seg_self = NULL;
+  if (has_key) pthread_setspecific(key, NULL);
+}
+
 static struct seg_block *block_at(const struct seg_process *p, uint32_t index) {
   return (struct seg_block *)(void *)(p->blocks + index * p->header->block_bytes);
 }

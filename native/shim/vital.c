@@ -59,6 +59,7 @@ void seg_told(struct seg_call c, uint64_t dur, int32_t status, const uint64_t *a
                         .status = status,
                         .tid = c.t->tid};
   memcpy(v.a, a, sizeof(v.a));
+  seg_waited(&c, dur);
   if (!seg_put(c.t, &v, NULL)) return;
   /* The agent has not taken the old ones yet: what is newest goes where the newest stays. */
   const struct seg_words *w = &seg_words_of[c.hook];

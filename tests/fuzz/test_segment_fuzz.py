@@ -17,7 +17,8 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory, needs_tool: Callable[[str],
     (folder / "empty.c").write_text("int main(void) { return 0; }\n")
     probe = subprocess.run([cc, *SANITIZERS, "empty.c", "-o", "empty"], cwd=folder, capture_output=True)
     sources = [
-        ROOT / "native/drain" / name for name in ("fuzz/segment_fuzz.c", "segment.c", "segcounts.c", "segbase.c")
+        ROOT / "native/drain" / name
+        for name in ("fuzz/segment_fuzz.c", "segment.c", "segcounts.c", "segbase.c", "segsites.c")
     ]
     folders = [f"-I{ROOT}/native", f"-I{ROOT}/native/drain"]
     extra = [] if probe.returncode else SANITIZERS
@@ -31,4 +32,4 @@ def test_nothing_is_read_or_written_out_of_bounds(fuzzer: Path, seed: int) -> No
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS + 30)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {name: int(value) for name, value in re.findall(r"(\w+) (\d+)", done.stdout)}
-    assert min(found[name] for name in ("rounds", "taken", "refused", "corrupt")) > 10
+    assert min(found[name] for name in ("rounds", "taken", "refused", "corrupt", "sites")) > 10

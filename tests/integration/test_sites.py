@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,36 +12,16 @@ from typing import Any
 
 import harness
 import pytest
-from harness import ROOT, TARGETS, Program, Tracer
+from harness import TARGETS, Program, Tracer
+from pythons import EVERY, KNOWN, OTHERS, TARGET, command, minor
 
 pytestmark = pytest.mark.usefixtures("needs_bpf")
-TARGET = ROOT / "tests/targets/waitsites.py"
 WAITS = 19  # of a round, in each of five threads
-EVERY = os.environ.get("STALLSCOPE_ALL_PYTHONS") == "1"  # make test-pythons
-
-
-def interpreters() -> list[str]:
-    """The one that runs the tests; with STALLSCOPE_ALL_PYTHONS every other CPython 3 too that is found."""
-    found = [sys.executable]
-    if EVERY:
-        homes = [os.environ.get("PYENV_ROOT", ""), str(Path.home() / ".pyenv")]
-        found += sorted(str(p) for home in homes if home for p in Path(home).glob("versions/3.*/bin/python3"))
-        found += sorted(str(p) for p in Path("/usr/bin").glob("python3.*") if re.fullmatch(r"python3\.\d+", p.name))
-    return list({os.path.realpath(path): path for path in found}.values())
-
-
-def minor(python: str) -> int:
-    out = subprocess.run([python, "-c", "import sys; print(sys.version_info.minor)"], capture_output=True, check=True)
-    return int(out.stdout)
-
-
-PYTHONS = [(minor(path), path) for path in interpreters()]
-KNOWN = [pytest.param(path, id=path) for number, path in PYTHONS if 9 <= number <= 14]
 
 
 def run(python: str, *words: Any, options: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """(truth, report)."""
-    with Program([python, TARGET, *words]) as program:
+    with Program([*command(python), TARGET, *words]) as program:
         program.wait_for("ready")
         with Tracer([program.pid], *options).attached() as tracer:
             program.say()
@@ -140,7 +119,7 @@ def test_a_program_without_python() -> None:
 
 
 @pytest.mark.skipif(not EVERY, reason="make test-pythons")
-@pytest.mark.parametrize("python", [path for number, path in PYTHONS if number < 9 or number > 14])
+@pytest.mark.parametrize("python", OTHERS)
 def test_other_versions_are_unknown(python: str) -> None:
     """This program itself needs 3.9 to know its own sites."""
     if minor(python) < 8:

@@ -1,8 +1,9 @@
-"""waitsites.py [ROUNDS [WAIT_US [CHURN [FORK]]]]: waits from every kind of Python code, and knows its own call sites.
+"""waitsites.py [ROUNDS [WAIT_US [CHURN [WAY]]]]: waits from every kind of Python code, and knows its own call sites.
 
 Prints "ready", waits for a line, and ends with one line of JSON: "sites" {"function:line": count} of this file. `seen()`
 stands on the line of the wait, so both see the same frame. CHURN: pieces of code that are made, wait once and are gone.
-FORK: the rounds are those of a forked child. For any CPython from 3.9 on.
+WAY "fork": the rounds are those of a forked child; "exec": of the same program, started anew; "alone": one thread makes
+them. With STALLSCOPE_LINGER it says "ready" again before it ends. For any CPython from 3.9 on.
 """
 
 from __future__ import annotations
@@ -177,16 +178,24 @@ def fork_and_wait() -> None:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
+def tell(target: str) -> None:
+    print(json.dumps({"target": target, "pid": os.getpid(), "calls": dict(runtime.calls), "sites": dict(truth)}))
+
+
 def main() -> None:
     global wait_ns
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     wait_ns = int(sys.argv[2]) * 1000 if len(sys.argv) > 2 else wait_ns
     churned = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    way = sys.argv[4] if len(sys.argv) > 4 else ""
+    runtime.library.cudaEventRecord(None, None)  # fails, and makes a shim known before the first wait
     ready()
-    if len(sys.argv) > 4:
+    if way == "fork":
         fork_and_wait()
+    if way == "exec":
+        os.execv(sys.executable, [sys.executable, *sys.argv[:4]])
     local.stream = runtime.stream()
-    threads = [threading.Thread(target=thread, args=(rounds,)) for _ in range(4)]
+    threads = [threading.Thread(target=thread, args=(rounds,)) for _ in range(0 if way == "alone" else 4)]
     for each in threads:
         each.start()
     for _ in range(rounds):
@@ -194,9 +203,9 @@ def main() -> None:
     churn(churned)
     for each in threads:
         each.join()
-    print(
-        json.dumps({"target": "waitsites.py", "pid": os.getpid(), "calls": dict(runtime.calls), "sites": dict(truth)})
-    )
+    if "STALLSCOPE_LINGER" in os.environ:
+        ready()
+    tell("waitsites.py")
 
 
 if __name__ == "__main__":

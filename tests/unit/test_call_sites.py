@@ -80,6 +80,29 @@ def test_a_process_without_python_says_so() -> None:
     assert stall["site"] is None and stall["site_unknown"] == "there is no Python in the process"
 
 
+SHORT = "it was shorter than 1.05 ms, which the shim does not look up"
+
+
+def test_where_only_long_waits_are_looked_up() -> None:
+    kit = kit_with(300_000, 900_000, 2_000_000)
+    kit.add(Kind.SITES, at_ns=kit.now, proc=1, rows=[], least_ns=1 << 20)
+    kit.site(1, [STEP], [2_000_000])
+    rest = one(kit.bye().report()["stalls"], site=None)
+    assert (rest["count"], rest["total_ns"], rest["site_unknown"]) == (2, 1_200_000, SHORT)
+
+
+def test_a_long_one_without_a_line_is_not_called_short() -> None:
+    kit = kit_with(300_000, 2_000_000)
+    kit.add(Kind.SITES, at_ns=kit.now, proc=1, rows=[], least_ns=1 << 20)
+    assert one(kit.bye().report()["stalls"])["site_unknown"].startswith(f"{SHORT}; or it waited before")
+
+
+def test_all_were_short() -> None:
+    kit = kit_with(300_000, 1_000_000)
+    kit.add(Kind.SITES, at_ns=kit.now, proc=1, rows=[], least_ns=1 << 20)
+    assert one(kit.bye().report()["stalls"])["site_unknown"] == SHORT
+
+
 def test_nobody_looked() -> None:
     """Recordings from before there were sites."""
     stall = one(kit_with(500_000).bye().report()["stalls"])

@@ -57,12 +57,14 @@ class Sites:
     Attributes:
         times: by number of the site.
         unknown: processes without sites, and why.
+        least_ns: of processes where only calls from this duration on are looked up.
     """
 
     def __init__(self, overflow: Overflow) -> None:
         self.table: dict[int, Site] = {}
         self.times: dict[int, SiteTimes] = {}
         self.unknown: dict[int, str] = {}
+        self.least_ns: dict[int, int] = {}
         self._overflow = overflow
         self._frames: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._by_hook: dict[tuple[int, int], list[Site]] = {}
@@ -97,6 +99,8 @@ class Sites:
         rows = [_row(row) for row in items(body, "rows")]
         if why is not None and not self._overflow.full("processes", len(self.unknown)):
             self.unknown[proc] = why
+        if "least_ns" in body and not self._overflow.full("processes", len(self.least_ns)):
+            self.least_ns[proc] = integer(body, "least_ns")
         for number, times in rows:
             if number in self.table:
                 self.times[number] = times

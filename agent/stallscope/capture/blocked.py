@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 from pathlib import Path
 
-__all__ = ["MAX_STACK", "read_blocked", "read_memory", "read_up"]
+__all__ = ["MAX_STACK", "is_refused", "read_blocked", "read_memory", "read_up"]
 
 MAX_STACK = 64 << 10
 MAX_RANGES = 4096
@@ -58,6 +59,14 @@ def _registers(pid: int, tid: int) -> tuple[int, int] | None:
     except (OSError, ValueError, IndexError):
         return None  # "running" is a single word
     return (sp, pc) if 0 < sp < ADDRESS_LIMIT and sp & 7 == 0 else None
+
+
+def is_refused(pid: int) -> bool:
+    """Whether the kernel does not let us read the memory of a process that is there."""
+    byte = ctypes.create_string_buffer(1)
+    local, nowhere = _Iovec(ctypes.addressof(byte), 1), _Iovec(PAGE, 1)  # rights are asked for before the address
+    got = _readv(pid, ctypes.byref(local), 1, ctypes.byref(nowhere), 1, 0)
+    return got < 0 and ctypes.get_errno() == errno.EPERM
 
 
 def read_memory(pid: int, ranges: list[tuple[int, int]]) -> list[bytes]:

@@ -259,7 +259,8 @@ class Loop(ABC):
     def _send_inflight(self, now: int, *, final: bool) -> list[Any]:
         rows = self._flying(now, final=final)
         if rows or final or self._told_flying:
-            sites = {"sites": self._flying_sites} if self._flying_sites else {}
+            numbers = self._flying_sites + self.shims.sites.stacks(rows, now, final=final)
+            sites = {"sites": numbers} if numbers else {}
             self.outbox.send(Kind.INFLIGHT, {"at_ns": now, "final": final, "rows": rows, **sites})
         self._told_flying = bool(rows)
         return rows
@@ -309,6 +310,7 @@ class Loop(ABC):
         unseen = {
             "programs were not asked what they waited for": self._start_places.turned_away,
             "processes' threads were not looked at: too many waited at a time": self._stacks.turned_away,
+            "long waits were counted without their call site: too many of one process": self.shims.sites.turned_away(),
             "workers at a time were not looked at: there are too many": self._workers.crews.turned_away,
         }
         for what, count in (self._oddities() | unseen).items():

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 __all__ = ["Block", "Facts", "Mapping", "children_of", "clean", "environment_of", "execed_facts", "executable_mappings",
            "facts_of", "forked_facts",
-           "is_leaderless", "live_path", "name_of", "own_tid", "parent_of", "probe_area", "rank_words", "seccomp_mode",
-           "start_ns_of_ticks", "threads_of", "vdso_of"]  # fmt: skip
+           "has_own_filter", "is_leaderless", "live_path", "name_of", "own_tid", "parent_of", "probe_area",
+           "rank_words", "seccomp_mode", "start_ns_of_ticks", "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)", re.MULTILINE)
@@ -236,6 +236,32 @@ def seccomp_mode(pid: int) -> int | None:
         except (OSError, ValueError):
             continue
     return max(modes, default=None)
+
+
+def has_own_filter(pid: int) -> bool:
+    """Whether the program has installed a seccomp filter itself, beyond those that its parent, or we, have too.
+
+    The first process of a container has its runtime's, which its parent has not.
+    """
+    count = _filters(pid)
+    if not count:
+        return False
+    try:
+        status = _status(f"{pid}")
+        given, is_first = _filters(int(status["PPid"])), status["NSpid"].split()[-1] == "1"
+    except (OSError, LookupError, ValueError):
+        return True
+    return count > max(given, _filters(os.getpid())) + is_first
+
+
+def _filters(pid: int) -> int:
+    """How many its main thread has, 1 where the kernel tells no number (before 5.9); in strict mode many."""
+    try:
+        status = _status(f"{pid}")
+        mode = int(status.get("Seccomp", "0"))
+        return 1 << 20 if mode == 1 else int(status.get("Seccomp_filters", "1")) if mode else 0
+    except (OSError, ValueError):
+        return 0
 
 
 def threads_of(pid: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from stallscope.capture._drain import ffi, lib
 from stallscope.capture.rings import MAX_UIDS, REC_BYTES, UID_BYTES, Drained, InflightRow, SlotChanges, inflight_rows
+from stallscope.capture.segsites import SiteRows
 
 __all__ = [
     "GPU_AT_WORK",
@@ -177,7 +178,7 @@ class Clock:
         return self._c
 
 
-class Segment:
+class Segment(SiteRows):
     """One process's segment. One reader at a time; a later one is told what happened since the one before stopped.
 
     Args:

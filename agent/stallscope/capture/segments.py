@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterator
 
-__all__ = ["candidates", "has_segment", "lock", "reopen", "start_ticks_of"]
+__all__ = ["candidates", "has_let_go", "has_segment", "lock", "reopen", "start_ticks_of"]
 
 MEMFD = "/memfd:stallscope-segment (deleted)"
 INJECTED = "/memfd:stallscope-injected (deleted)"  # nothing comes into it once the library was taken out of the way
@@ -46,6 +46,16 @@ def has_segment(pid: int) -> bool:
     for fd in fds:
         os.close(fd)
     return bool(fds)
+
+
+def has_let_go(pid: int, file: tuple[int, int], *, injected: bool = False) -> bool:
+    """Whether the process has no descriptor of the segment (device, inode) any more; False where that can't be seen."""
+    found = set()
+    for fd in candidates(pid, injected=injected):
+        info = os.fstat(fd)
+        found.add((info.st_dev, info.st_ino))
+        os.close(fd)
+    return file not in found and os.access(f"/proc/{pid}/fd", os.R_OK)
 
 
 def reopen(path: str) -> int:

@@ -18,8 +18,9 @@ from stallscope.capture.held import WITNESS, Held, added, gap_of, is_of, losses_
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
-from stallscope.capture.segments import candidates, lock
+from stallscope.capture.segments import candidates, has_let_go, lock
 from stallscope.capture.shimlinks import ShimLinks
+from stallscope.capture.shimsites import ShimSites
 from stallscope.capture.sums import abandoned
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
@@ -53,12 +54,16 @@ class Shims:
         settings: written to each segment.
 
     Attributes:
+        sites: tells which Python lines wait.
         prepare: asked before a segment is taken; False when the process can get no slot.
         injected: whether those of injected libraries count.
     """
 
-    def __init__(self, outbox: Outbox, clock: Callable[[], int], links: ShimLinks, settings: ShimSettings) -> None:
+    def __init__(
+        self, outbox: Outbox, clock: Callable[[], int], links: ShimLinks, settings: ShimSettings, sites: ShimSites
+    ) -> None:
         self._outbox, self._now, self._links, self._settings = outbox, clock, links, settings
+        self.sites = sites
         self._counter: Clock | None = None
         self._held: dict[int, Held] = {}
         self._lost: Counter[str] = Counter()
@@ -112,7 +117,7 @@ class Shims:
     def _take(self, target: Target, segment: Segment, fd: int, file: tuple[int, int]) -> None:
         self.retire(target, self._now())
         if self._counter is None:
-            self._counter = Clock()
+            self._counter = self.sites.counter = Clock()
         begun_ns = min(segment.header.mono_ns, self._now())  # the target's word, and nobody's clock may be set by it
         losses = Losses(partial(losses_of, segment), self._outbox.send, "shim", target.proc, since_ns=begun_ns)
         held = Held(target, segment, fd, file, not lock(fd), losses, begun_ns)
@@ -121,6 +126,7 @@ class Shims:
         self._held[target.proc] = held
         target.preloaded = True
         self._set_mode(held)
+        self._guarded(held, partial(self.sites.begin, held), None)
         if self.injected:
             self._links.tell_mapped(target, begun_ns)
         self._begin(held, is_late=begun_ns < self._now() - LATE_NS)
@@ -183,6 +189,7 @@ class Shims:
                 held.is_passive = False  # the capture that had it is gone
                 self._set_mode(held)
             self._tell_nccl(held)
+        self.sites.check()
 
     def _tell_nccl(self, held: Held) -> None:
         """Not every creation says which rank it makes, and memory can't be read everywhere. Records come first."""
@@ -237,6 +244,7 @@ class Shims:
         Those that had nothing for a while are passed over for some looks: a look at each of a hundred segments would
         cost a tenth of a processor.
         """
+        self.sites.configure()
         due = [held for held in self._held.values() if held.rest == 0]
         for held in self._held.values():
             held.rest = max(0, held.rest - 1)
@@ -252,6 +260,8 @@ class Shims:
             if batch.n_uids:  # which NCCL it is says how a communicator's hash comes about: before its creation
                 self._links.tell(held.target, (NCCL_HOOK,), held.begun_ns)
             self._outbox.send_records(batch)
+            if batch.n_recs:  # at once: the code that waited may be freed
+                self._guarded(held, partial(self.sites.look, held), None)
         return held.unread
 
     def _one_batch(self, held: Held) -> Drained:
@@ -276,6 +286,7 @@ class Shims:
             otherwise: those of a later program of it that has no shim.
         """
         held = self._held[target.proc]
+        self._guarded(held, partial(self.sites.tell, held), None)  # sites never add up to more
         return held.sums.add(self._guarded(held, partial(self._counts, held), otherwise))
 
     def _counts(self, held: Held, *, is_over: bool = False) -> SlotChanges:
@@ -331,16 +342,11 @@ class Shims:
     def retire_if_left(self, target: Target, at_ns: int) -> None:
         """The same, if the process has let go of its segment: it runs another program, which made no call yet."""
         held = self._held.get(target.proc)
-        if held is None or not held.is_open:
-            return
-        fds = list(candidates(target.pid, injected=self.injected))
-        there = [os.fstat(fd) for fd in fds]
-        for fd in fds:
-            os.close(fd)
-        if os.access(f"/proc/{target.pid}/fd", os.R_OK) and held.file not in {(i.st_dev, i.st_ino) for i in there}:
+        if held is not None and held.is_open and has_let_go(target.pid, held.file, injected=self.injected):
             self.retire(target, at_ns)
 
     def _read_last(self, held: Held) -> None:
+        self.sites.end(held)
         send_changes(self._outbox.send, held.target, held.sums.add(self._counts(held, is_over=True)), self._now())
         held.sums.close()
         held.losses.finish(self._now())

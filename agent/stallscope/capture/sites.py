@@ -19,7 +19,7 @@ from stallscope.capture.sitetable import NO_THREAD, UNREADABLE, Site, SiteTable
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
 
-__all__ = ["Sites"]
+__all__ = ["BUDGET_NS", "LOOKED_AT_ONCE", "MAX_SENT", "RETRIES", "RETRY_NS", "Sites", "resolved", "tell_unknown"]
 
 NOT_PYTHON = "the thread is none of Python's"
 NO_FRAME = "the thread runs no Python code"
@@ -54,6 +54,25 @@ class _Row:
     proc: int
     calls: int = 0
     idle: int = 0
+
+
+def resolved(site: Site, reader: CodeReader | None) -> tuple[list[Any], str | None]:
+    """Frames as in SITE frames, and why the innermost one is not known."""
+    if not site.frames:
+        if site.flags & NO_THREAD:
+            return [], NOT_PYTHON
+        return [], UNREADABLE_FRAME if site.flags & UNREADABLE else NO_FRAME
+    places = reader.places(site.frames) if reader else [None] * len(site.frames)
+    frames = [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]
+    return frames, None if places[0] else CODE_GONE
+
+
+def tell_unknown(send: Send, now: int, proc: int, found: Unknown | NotYet | None) -> None:
+    """Why there will be no sites; where there is no Python at all that is no news."""
+    why = found.why if isinstance(found, Unknown) else NO_PYTHON if found is None else NOT_RUNNING
+    send(Kind.SITES, {"at_ns": now, "proc": proc, "rows": [], "unknown": why})
+    if found is not None:
+        send(Kind.NOTE, {"at_ns": now, "proc": proc, "text": f"no Python call sites: {why}"})
 
 
 class Sites:
@@ -130,14 +149,7 @@ class Sites:
             self._table.configure(target.slot, target.pid, self._next_image, found)
             self._next_image += 1
         elif image.is_known:
-            self._tell_unknown(target, found, now)
-
-    def _tell_unknown(self, target: Target, found: Unknown | NotYet | None, now: int) -> None:
-        """Why there will be no sites; where there is no Python at all that is no news."""
-        why = found.why if isinstance(found, Unknown) else NO_PYTHON if found is None else NOT_RUNNING
-        self._send(Kind.SITES, {"at_ns": now, "proc": target.proc, "rows": [], "unknown": why})
-        if found is not None:
-            self._send(Kind.NOTE, {"at_ns": now, "proc": target.proc, "text": f"no Python call sites: {why}"})
+            tell_unknown(self._send, now, target.proc, found)
 
     def _tell_new(self, now: int) -> bool:
         """Whether all rows were told; one may just be being written, or there are many."""
@@ -164,7 +176,8 @@ class Sites:
         if proc is None:
             self._table.free(site.row)  # its process came and went between two looks
             return
-        frames, why = self._resolved(site, proc)
+        image = self._images.get(proc)
+        frames, why = resolved(site, image.reader if image else None)
         self._rows[site.row] = _Row(self._next_number, proc)
         self._rows_of.setdefault(proc, []).append(site.row)
         self._send(
@@ -173,18 +186,6 @@ class Sites:
              "cut": site.is_cut, "why": why, "what": site.what},
         )  # fmt: skip
         self._next_number += 1
-
-    def _resolved(self, site: Site, proc: int) -> tuple[list[Any], str | None]:
-        """Frames as in SITE frames, and why the innermost one is not known."""
-        if not site.frames:
-            if site.flags & NO_THREAD:
-                return [], NOT_PYTHON
-            return [], UNREADABLE_FRAME if site.flags & UNREADABLE else NO_FRAME
-        image = self._images.get(proc)
-        reader = image.reader if image else None
-        places = reader.places(site.frames) if reader else [None] * len(site.frames)
-        frames = [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]
-        return frames, None if places[0] else CODE_GONE
 
     def _bury(self, rows: list[int]) -> None:
         """The last numbers of a process that has ended; its rows are free then."""
@@ -204,11 +205,12 @@ class Sites:
     def _send_times(self, rows: dict[int, _Row]) -> None:
         changed: dict[int, list[list[Any]]] = {}
         for row, known in rows.items():
-            if self._table.calls(row) == known.calls and self._table.idle(row) == known.idle:
+            idle = self._table.idle(row)
+            if self._table.calls(row) == known.calls and idle[0] == known.idle:
                 continue
             times = self._table.times(row)
-            known.calls, known.idle = times.calls, times.idle
-            changed.setdefault(known.proc, []).append([known.number, *times])
+            known.calls, known.idle = times.calls, idle[0]
+            changed.setdefault(known.proc, []).append([known.number, *times, *idle])
         for proc, all_of_it in changed.items():
             for begin in range(0, len(all_of_it), MAX_SENT):
                 self._send(

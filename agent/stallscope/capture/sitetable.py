@@ -11,18 +11,19 @@ from stallscope.capture.pycode import PyFrame
 from stallscope.capture.pyconfig import Python
 from stallscope.capture.rings import Ctl, Table
 
-__all__ = ["FSBASE", "FULL", "NO_THREAD", "UNREADABLE", "Site", "SiteTable", "Times"]
+__all__ = ["FSBASE", "FULL", "MAX_FRAMES", "NO_THREAD", "SITE_BYTES", "UNREADABLE", "Site", "SiteTable",
+           "Times", "python_words", "site_of", "times_of"]  # fmt: skip
 
 FSBASE, TAKEN, FULL = 40, 41, 42  # enum wire_ctl
 READY, NO_THREAD, UNREADABLE, DEEP = 1, 2, 4, 8  # enum wire_site_flag
 MAX_FRAMES = 32
 _HEAD = struct.Struct("<QIIIIIIQ")
 _FRAME = struct.Struct("<QII")
-_SITE_BYTES = ffi.sizeof("struct wire_site")
+SITE_BYTES = ffi.sizeof("struct wire_site")
 _TIME_AT = ffi.offsetof("struct wire_site", "time")
 _TIME = struct.Struct("<3Q")
 _CHUNK_ROWS = 16  # the fewest that fill pages
-_CHUNK_BYTES = _CHUNK_ROWS * _SITE_BYTES
+_CHUNK_BYTES = _CHUNK_ROWS * SITE_BYTES
 assert _CHUNK_BYTES % mmap.ALLOCATIONGRANULARITY == 0 and lib.WIRE_SITES % _CHUNK_ROWS == 0
 
 
@@ -54,8 +55,36 @@ class Times(NamedTuple):
     max_ns: int
     max_at_ns: int
     buckets: list[int]
-    idle: int
-    idle_ns: int
+
+
+def site_of(data: bytes, row: int) -> Site | None:
+    """What a struct wire_site says; None while it is being written."""
+    flags, pid, slot, hook, count, _image, tid, _at = _HEAD.unpack_from(data)
+    if not flags & READY:
+        return None
+    slots = [_FRAME.unpack_from(data, _HEAD.size + 16 * i) for i in range(min(count, lib.WIRE_PY_FRAMES))]
+    frames = [PyFrame(*frame) for frame in slots if frame[0]]
+    is_cut = bool(flags & (UNREADABLE | DEEP)) or len(frames) > MAX_FRAMES
+    what = flags >> lib.WIRE_SITE_CLASS_SHIFT & 15
+    return Site(row, flags, what, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut)
+
+
+def times_of(data: bytes | mmap.mmap, at: int = 0) -> Times:
+    """The times of the struct wire_site at an offset. The number is read first: what is added meanwhile comes the next
+    time."""
+    calls, total_ns, max_ns = _TIME.unpack_from(data, at + _TIME_AT)
+    hist = struct.unpack_from(f"<{lib.WIRE_BUCKETS}I", data, at + _TIME_AT + _TIME.size)
+    pairs = [number for index, count in enumerate(hist) if count for number in (index, count)]
+    return Times(calls, total_ns, max_ns, _HEAD.unpack_from(data, at)[-1], pairs)
+
+
+def python_words(pid: int, image: int, python: Python) -> bytes:
+    """A struct wire_python: how to walk the frames of a process."""
+    at = python.layout
+    words = (pid, image, python.tss_at, at.thread_id, at.frame, at.cframe, at.frame_bytes, at.previous, at.code,
+             at.instr, at.owner, at.shim_owner, at.instr_base, int(at.instr_base > 0), at.code_block,
+             at.table_bytes)  # fmt: skip
+    return struct.pack("<16I", *words)
 
 
 class SiteTable:
@@ -88,21 +117,12 @@ class SiteTable:
         chunk, index = divmod(row, _CHUNK_ROWS)
         if chunk not in self._chunks:
             self._chunks[chunk] = mmap.mmap(self._sites_fd, _CHUNK_BYTES, offset=chunk * _CHUNK_BYTES)
-        return self._chunks[chunk], index * _SITE_BYTES
+        return self._chunks[chunk], index * SITE_BYTES
 
     def site(self, row: int) -> Site | None:
         """One row; None while it is being written."""
         pages, begin = self._place(row)
-        data = pages[begin : begin + _TIME_AT]
-        flags, pid, slot, hook, count, _image, tid, _at = _HEAD.unpack_from(data)
-        if not flags & READY:
-            return None
-        slots = [_FRAME.unpack_from(data, _HEAD.size + 16 * i) for i in range(min(count, lib.WIRE_PY_FRAMES))]
-        frames = [PyFrame(*frame) for frame in slots if frame[0]]
-        is_cut = bool(flags & (UNREADABLE | DEEP)) or len(frames) > MAX_FRAMES
-        return Site(
-            row, flags, flags >> lib.WIRE_SITE_CLASS_SHIFT & 15, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut
-        )
+        return site_of(pages[begin : begin + _TIME_AT], row)
 
     def calls(self, row: int) -> int:
         """How many calls returned."""
@@ -110,25 +130,19 @@ class SiteTable:
         return int.from_bytes(pages[begin + _TIME_AT : begin + _TIME_AT + 8], "little")
 
     def times(self, row: int) -> Times:
-        """All of that. The number is read first: what is added meanwhile comes the next time."""
-        pages, at = self._place(row)
-        calls, total_ns, max_ns = _TIME.unpack_from(pages, at + _TIME_AT)
-        hist = struct.unpack_from(f"<{lib.WIRE_BUCKETS}I", pages, at + _TIME_AT + _TIME.size)
-        pairs = [number for index, count in enumerate(hist) if count for number in (index, count)]
-        return Times(
-            calls, total_ns, max_ns, _HEAD.unpack_from(pages, at)[-1], pairs, self.idle(row), self._idles.word(row, 1)
-        )
+        """All of that."""
+        return times_of(*self._place(row))
 
-    def idle(self, row: int) -> int:
-        """After how many calls nothing was queued until something was."""
-        return self._idles.word(row, 0)
+    def idle(self, row: int) -> tuple[int, int]:
+        """After how many calls nothing was queued until something was, and for how long in all, ns."""
+        return self._idles.word(row, 0), self._idles.word(row, 1)
 
     def free(self, row: int) -> None:
         """Give a row back; nobody may write it any more."""
         for word in range(2):
             self._idles.set_word(row, word, 0)
         pages, begin = self._place(row)
-        pages[begin : begin + _SITE_BYTES] = bytes(_SITE_BYTES)
+        pages[begin : begin + SITE_BYTES] = bytes(SITE_BYTES)
         self._keys.set_word(row, 0, 0)
         chunk = row // _CHUNK_ROWS
         if not any(self._key_words[chunk * _CHUNK_ROWS : (chunk + 1) * _CHUNK_ROWS]):
@@ -136,11 +150,7 @@ class SiteTable:
 
     def configure(self, slot: int, pid: int, image: int, python: Python) -> None:
         """Let BPF walk the frames of a process."""
-        at = python.layout
-        words = (pid, image, python.tss_at, at.thread_id, at.frame, at.cframe, at.frame_bytes, at.previous, at.code,
-                 at.instr, at.owner, at.shim_owner, at.instr_base, int(at.instr_base > 0), at.code_block,
-                 at.table_bytes)  # fmt: skip
-        pairs = struct.unpack("<8Q", struct.pack("<16I", *words))
+        pairs = struct.unpack("<8Q", python_words(pid, image, python))
         self._pythons.set_word(slot, 0, 0)  # whose it is comes last: nobody uses half of one
         for index in range(7, -1, -1):
             self._pythons.set_word(slot, index, pairs[index])

@@ -88,10 +88,12 @@ class Parts(NamedTuple):
         from stallscope.capture.segment import Mode
         from stallscope.capture.shimlinks import ShimLinks
         from stallscope.capture.shims import Shims, ShimSettings
+        from stallscope.capture.shimsites import ShimSites
 
+        sites = ShimSites(self.parser, self.outbox.send, time.monotonic_ns)
         links = ShimLinks(self.parser, self.outbox.send, time.monotonic_ns)
         settings = ShimSettings(Mode[mode.upper()] if mode else None, one_in)
-        return Shims(self.outbox, time.monotonic_ns, links, settings)
+        return Shims(self.outbox, time.monotonic_ns, links, settings, sites)
 
     def shim_session(
         self, mode: str | None = None, handover: HandOver | None = None, *, one_in: float,

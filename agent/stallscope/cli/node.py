@@ -225,6 +225,7 @@ class Node:
         from stallscope.capture.session import Settings
         from stallscope.capture.shimlinks import ShimLinks
         from stallscope.capture.shims import Shims, ShimSettings
+        from stallscope.capture.shimsites import ShimSites
         from stallscope.capture.tables import BULK_BYTES, VITAL_BYTES
 
         given = self._config.capture
@@ -236,7 +237,7 @@ class Node:
             outbox.send(Kind.NOTE, {"at_ns": time.monotonic_ns(), "proc": None, "text": note})
         shims = Shims(
             outbox, time.monotonic_ns, ShimLinks(parser, outbox.send, time.monotonic_ns),
-            ShimSettings(None, given["sample"]),
+            ShimSettings(None, given["sample"]), ShimSites(parser, outbox.send, time.monotonic_ns),
         )  # fmt: skip
         record = self._config.record
         settings = Settings([], True, given["sample"], LONG_NS, returns=given["returns"])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stallscope.aggregate.hooks import HookFacts
 from stallscope.aggregate.process import Counts, Process
@@ -14,10 +15,12 @@ from stallscope.aggregate.waits import WHOLE_DEVICE
 from stallscope.diagnose.callsites import CallSite, call_sites, rest_of
 from stallscope.diagnose.causes import Cause, Causes, cause_without_site
 from stallscope.diagnose.timing import Timing, outermost, outermost_hist, untimed
+from stallscope.wire.columns import bucket_from
 
 __all__ = ["Stall", "stalls"]
 
 NOT_LOOKED_UP = "it waited before its Python was known, or the table of call sites was full"
+TOO_SHORT = "it was shorter than {:.2f} ms, which the shim does not look up"
 
 
 class Stall(NamedTuple):
@@ -67,7 +70,7 @@ def _stalls(state: State, causes: Causes, process: Process, number: int, under_w
     sites = call_sites(state.sites, process.proc, number, causes.of)
     if not sites:
         longest = [(ns, at, None) for ns, at in process.longest.get(number, [])]
-        why = state.sites.unknown.get(process.proc)
+        why = state.sites.unknown.get(process.proc) or _too_short(state, process, outermost_hist(process, hook))
         return [Stall(process, hook, timing, cut, longest, why=why, cause=Cause(cause_without_site(hook, why)))]
     found = [
         Stall(
@@ -93,6 +96,23 @@ def _rest(
     state: State, process: Process, hook: HookFacts, whole: Timing, sites: list[CallSite], cut: bool
 ) -> list[Stall]:
     parts = [t.hist for s in state.sites.of(process.proc, hook.id) if (t := state.sites.times.get(s.number))]
-    rest = rest_of(whole, outermost_hist(process, hook), sites, np.sum(parts, axis=0))
-    cause = Cause(cause_without_site(hook, NOT_LOOKED_UP))
-    return [Stall(process, hook, rest, cut, [], why=NOT_LOOKED_UP, is_rest=True, cause=cause)] if rest else []
+    hist, known = outermost_hist(process, hook), np.sum(parts, axis=0)
+    rest = rest_of(whole, hist, sites, known)
+    if rest is None:
+        return []
+    why = _too_short(state, process, np.where(hist > known, hist - known, 0)) or NOT_LOOKED_UP
+    cause = Cause(cause_without_site(hook, why))
+    return [Stall(process, hook, rest, cut, [], why=why, is_rest=True, cause=cause)]
+
+
+def _too_short(state: State, process: Process, hist: NDArray[Any]) -> str | None:
+    """Why calls have no site where only long ones are looked up; None where all are.
+
+    Args:
+        hist: durations of those without one.
+    """
+    least_ns = state.sites.least_ns.get(process.proc)
+    if least_ns is None:
+        return None
+    why = TOO_SHORT.format(least_ns / 1e6)
+    return f"{why}; or {NOT_LOOKED_UP}" if hist[bucket_from(least_ns) :].any() else why

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BUCKETS", "COUNT", "FRAME", "REC", "ROW", "TIME", "UID_REC", "bucket_bounds", "columns", "percentile",
-           "records"]  # fmt: skip
+__all__ = ["BUCKETS", "COUNT", "FRAME", "REC", "ROW", "TIME", "UID_REC", "bucket_bounds", "bucket_from", "columns",
+           "percentile", "records"]  # fmt: skip
 
 DEPTH = 4
 BUCKETS = 160
@@ -62,6 +62,11 @@ def bucket_bounds(index: int) -> tuple[int, int]:
     exponent = octave + _FIRST_EXPONENT
     low = (4 + quarter) << (exponent - 2)
     return (0 if index == 0 else low), low + (1 << (exponent - 2))
+
+
+def bucket_from(ns: int) -> int:
+    """The first bucket that holds nothing shorter; BUCKETS where all do."""
+    return next((index for index in range(BUCKETS) if bucket_bounds(index)[0] >= ns), BUCKETS)
 
 
 def percentile(hist: npt.ArrayLike, q: float) -> int | None:

@@ -77,7 +77,7 @@ SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, 
            calls at that site that returned; buckets as in `wire_time`, without empty ones; after how many of them
            nothing was queued, and for how long until something was (both missing in old recordings). Cumulative; only
            rows that changed, and before the COUNTS of the same time, so that sites never add up to more than their
-           hook. unknown: why the process as a whole has no sites
+           hook. unknown: why the process as a whole has no sites; least_ns: shorter calls have none
 THREADS    at_ns, proc, rows [[tid, name, python: whether it is one of Python's or nil, since_ns: first seen, wait_ns,
            [count of each enum wire_deed (native/wire.h)..]]..]: what each thread did, outermost calls; cumulative; only
            rows that changed. A thread that ends within a second may be missing, and so may its last second

@@ -35,7 +35,8 @@ static void fill_header(struct seg_header *h) {
                            .header_bytes = SEG_HEADER_BYTES,
                            .n_blocks = BLOCKS,
                            .block_bytes = SEG_BLOCK_BYTES(VITAL_BITS, BULK_BITS),
-                           .total_bytes = bytes,
+                           .total_bytes = bytes - SEG_SITE_BYTES,
+                           .sites_at = bytes - SEG_SITE_BYTES,
                            .bulk_bits = BULK_BITS,
                            .vital_bits = VITAL_BITS,
                            .comm_bits = SEG_COMM_BITS,
@@ -63,6 +64,8 @@ static void scribble(uint64_t *s, int times) {
     uint8_t *block = (uint8_t *)block_at(next(s) % BLOCKS);
     size_t place = next(s) % 4 ? next(s) % sizeof(struct seg_block) : next(s) % SEG_BLOCK_BYTES(VITAL_BITS, BULK_BITS);
     __atomic_store_n((uint64_t *)(void *)(block + place / 8 * 8), value(s), __ATOMIC_RELAXED);
+    place = next(s) % 2 ? next(s) % SEG_SITE_KEYS : next(s) % SEG_SITE_BYTES;
+    __atomic_store_n((uint64_t *)(void *)(memory + bytes - SEG_SITE_BYTES + place / 8 * 8), value(s), __ATOMIC_RELAXED);
   }
 }
 
@@ -72,7 +75,20 @@ static void *writer(void *argument) {
   return NULL;
 }
 
-static uint64_t rounds, taken, refused, corrupt;
+static uint64_t rounds, taken, refused, corrupt, sites;
+
+static void read_sites(struct segment *s, const struct seg_clock *clock) {
+  const uint64_t hooks[(WIRE_HOOKS + 63) / 64] = {1};
+  struct wire_python python = {.tgid = 1};
+  struct segment_sites facts;
+  struct wire_site site;
+  uint16_t rows[64];
+  segment__sites(s, &facts);
+  uint32_t n = segment__site_rows(s, rows, 64);
+  for (uint32_t i = 0; i < n; i++) sites += (uint64_t)segment__site(s, clock, rows[i], &site);
+  if (segment__site(s, clock, 1u << SEG_SITE_BITS, &site)) abort();
+  segment__walk(s, n & 1 ? &python : NULL, hooks, 1);
+}
 
 static void read_all(struct segment *s) {
   static uint8_t recs[MAX_RECS * sizeof(struct wire_rec)], uids[MAX_UIDS * sizeof(struct wire_uid_rec)];
@@ -99,6 +115,7 @@ static void read_all(struct segment *s) {
     segment__facts(s, &facts);
     segment__gpu_untold(s, figures);
     segment__gpu(s);
+    read_sites(s, &clock);
     segment__set(s, UINT64_MAX, 1);
     corrupt += losses[SEGMENT_CORRUPT];
   }
@@ -142,7 +159,7 @@ static void one_round(void) {
 int main(int argc, char **argv) {
   if (argc < 3) return 2;
   state = strtoull(argv[2], NULL, 10) * 0x9e3779b97f4a7c15ull + 1;
-  bytes = SEG_HEADER_BYTES + BLOCKS * SEG_BLOCK_BYTES(VITAL_BITS, BULK_BITS);
+  bytes = SEG_HEADER_BYTES + BLOCKS * SEG_BLOCK_BYTES(VITAL_BITS, BULK_BITS) + SEG_SITE_BYTES;
   struct timespec now, end;
   clock_gettime(CLOCK_MONOTONIC, &end);
   double until = (double)end.tv_sec + (double)end.tv_nsec * 1e-9 + atof(argv[1]);
@@ -150,7 +167,7 @@ int main(int argc, char **argv) {
     one_round();
     clock_gettime(CLOCK_MONOTONIC, &now);
   } while ((double)now.tv_sec + (double)now.tv_nsec * 1e-9 < until);
-  printf("rounds %lu taken %lu refused %lu corrupt %lu\n", (unsigned long)rounds, (unsigned long)taken,
-         (unsigned long)refused, (unsigned long)corrupt);
+  printf("rounds %lu taken %lu refused %lu corrupt %lu sites %lu\n", (unsigned long)rounds, (unsigned long)taken,
+         (unsigned long)refused, (unsigned long)corrupt, (unsigned long)sites);
   return 0;
 }
