@@ -133,6 +133,13 @@ void segment__facts(const struct segment *s, struct segment_facts *out) {
                                 .is_mapped = s->map != NULL};
   out->settings = seg_word(s, offsetof(struct seg_header, settings));
   memcpy(out->hooks, h->hooks, sizeof(out->hooks));
+  out->who_flags = h->who.flags;
+  out->ppid = h->who.ppid;
+  out->pid_ns = h->who.pid_ns;
+  out->cmdline_bytes = h->who.cmdline_bytes < SEG_CMDLINE_BYTES ? h->who.cmdline_bytes : SEG_CMDLINE_BYTES;
+  memcpy(out->ranks, h->who.ranks, sizeof(out->ranks));
+  memcpy(out->name, h->who.name, sizeof(out->name));
+  memcpy(out->cmdline, h->who.cmdline, sizeof(out->cmdline));
 }
 
 static uint64_t on_line(const struct seg_line *line, uint64_t ticks) {

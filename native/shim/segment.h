@@ -58,6 +58,20 @@ enum seg_gpu_figure {
   SEG_GPU_FIGURES = 5,
 };
 
+/* Of the process, for a reader that can't look at its /proc. */
+#define SEG_RANKS 7 /* RANK WORLD_SIZE LOCAL_RANK SLURM_PROCID SLURM_NTASKS OMPI_COMM_WORLD_RANK PMI_RANK */
+#define SEG_NAME_BYTES 16
+#define SEG_CMDLINE_BYTES 320
+#define SEG_LOCKED 1u /* it holds a record lock on byte 0 of its file for as long as it runs this program */
+struct seg_who {
+  uint32_t flags, ppid;
+  uint64_t pid_ns;          /* inode of its pid namespace, 0 = unknown */
+  int32_t ranks[SEG_RANKS]; /* from the environment at its start; -1 = not there */
+  uint32_t cmdline_bytes;   /* words, each with a null byte behind it */
+  char name[SEG_NAME_BYTES];
+  char cmdline[SEG_CMDLINE_BYTES];
+};
+
 struct seg_header {
   uint64_t magic; /* stored last */
   uint32_t version, header_bytes;
@@ -79,6 +93,7 @@ struct seg_header {
   uint64_t gpu_untold[SEG_GPU_FIGURES]; /* operations without a witness of the GPU */
   struct seg_words words[WIRE_HOOKS];
   uint64_t lease; /* counter: until then somebody reads, and no vital record is overwritten before it was taken */
+  struct seg_who who;
 };
 
 struct seg_comm {

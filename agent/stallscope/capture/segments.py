@@ -14,7 +14,7 @@ from collections.abc import Iterator
 __all__ = ["candidates", "has_segment", "lock", "reopen", "start_ticks_of"]
 
 MEMFD = "/memfd:stallscope-segment (deleted)"
-_FILE = re.compile(r"/\d{1,10}\.\d{1,20}\.seg(?: \(deleted\))?")
+_FILE = re.compile(r"/\d{1,10}\.\d{1,20}(?:\.\d{1,2})?\.seg(?: \(deleted\))?")
 MAX_FDS = 1 << 16
 
 
