@@ -33,13 +33,16 @@ class ShimSession(Loop):
         handover: HandOver | None = None, *, duration_s: float | None = None, follow: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(outbox, shims, parser, costs, duration_s)
-        self.population: Kin = Kin(shims, outbox.send, self._clock, helpers, follow=follow)
+        self.population: Kin = self._population(helpers, follow)
         self._watch_images()
         self._handover = handover
         self._is_command = False
         self._poller = select.epoll()
         if handover is not None:
             self._poller.register(handover.fileno(), select.EPOLLIN)
+
+    def _population(self, helpers: Callable[[], set[int]], follow: bool) -> Kin:
+        return Kin(self.shims, self.outbox.send, self._clock, helpers, follow=follow)
 
     def start(self, pids: list[int], more: list[int]) -> None:
         """Trace running processes that have the shim; `more`: others of their job. Raises TargetProblem."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Parser", "entry", "main"]
 
-COMMANDS = ("attach", "run", "report", "export", "doctor", "demo")
-RESERVED = ("daemon", "sidecar", "ctl", "top", "hub")
+COMMANDS = ("attach", "run", "sidecar", "report", "export", "doctor", "demo")
+RESERVED = ("daemon", "ctl", "top", "hub")
 INTERRUPTED = 130
 
 
