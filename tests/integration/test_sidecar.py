@@ -191,3 +191,28 @@ def test_install(tmp_path: Path) -> None:
     assert said["STALLSCOPE_SHIM"] == "dir:/volume"
     assert [path.name for path in library.parent.iterdir()] == ["libstallscope.so"]
     assert installed(tmp_path / "lib") == said
+
+
+@pytest.mark.usefixtures("needs_root")
+def test_who_closes_all_descriptors_lives_on(folder: Path) -> None:
+    """As programs do that become daemons: its lock is gone, its calls still come, and its end can't be seen."""
+    code = (
+        "import ctypes, os, time\n"
+        "cuda = ctypes.CDLL('libcudart.so.12')\n"
+        "cuda.cudaDeviceSynchronize()\n"
+        "time.sleep(0.5); os.closerange(3, 4096); end = time.monotonic() + 2; n = 1\n"
+        "while time.monotonic() < end:\n"
+        "    cuda.cudaDeviceSynchronize(); n += 1; time.sleep(0.01)\n"
+        "print(n, flush=True)\n"
+    )
+    outside = [*CHILD, sys.executable, "-m", "stallscope.cli.main"]
+    with Sidecar(folder, before=outside).watching() as sidecar:
+        with Process([*CHILD, "/usr/bin/python3", "-c", code], preloaded(folder)) as program:
+            made = int(program.lines.rest())
+        (child,) = Path(f"/proc/{sidecar.process.pid}/task/{sidecar.process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        report = sidecar.report()
+    (process,) = [process for process in report["processes"] if process["traced"]]
+    assert calls_of(report, process)["cudaDeviceSynchronize"] == made
+    assert process["exit"] is None
+    assert any("its end can't be seen" in note for note in report["capture"]["notes"])

@@ -130,8 +130,7 @@ class Guests(Kin):
         """Of one that is visible /proc tells it."""
         if target.pidfd < 0:
             target.facts = target.facts._replace(name=header.who.name or "?", cmdline=header.who.cmdline)
-            body = {"name": target.facts.name, "cmdline": target.facts.cmdline}
-            self._send(Kind.IMAGE, {"proc": target.proc, "at_ns": now, **body})
+            self._tell_image(target, now)
 
     def _visible(self, pid: int, header: Header, now: int) -> Target | None:
         """The process that this namespace shows; None when it is not the one that made the segment, or gone."""
@@ -139,8 +138,21 @@ class Guests(Kin):
             if (facts_of(pid).ns_pid or pid) == header.pid:
                 self.ancestors.find([pid])
                 self._roots.append(pid)
-                return self._enter(pid, now)
+                target = self._enter(pid, now)
+                if target is not None:
+                    self._learn_ranks(target, header, now)
+                return target
         return None
+
+    def _learn_ranks(self, target: Target, header: Header, now: int) -> None:
+        """The environment of another user's process can't be read, and its segment tells what matters most of it."""
+        if not target.rank_words and header.who.ranks:
+            target.rank_words = header.who.ranks
+            self._tell_image(target, now, env=target.rank_words)
+
+    def _tell_image(self, target: Target, now: int, **more: dict[str, str]) -> None:
+        body = {"name": target.facts.name, "cmdline": target.facts.cmdline, **more}
+        self._send(Kind.IMAGE, {"proc": target.proc, "at_ns": now, **body})
 
     def _hidden_one(self, header: Header, file: File, now: int) -> Target:
         self._hidden += 1
