@@ -34,7 +34,7 @@ ADRIFT = "no lock tells that it lives, as where a program has closed all its des
 class _Guest:
     """One process: the files that it made, the newest last; `fading_ns`: since when nobody holds its lock.
 
-    `is_adrift`: it lives without one.
+    `made`: calls that it had made by then; `is_adrift`: it lives without a lock.
     """
 
     target: Target
@@ -42,6 +42,7 @@ class _Guest:
     lock: int
     has_lock: bool
     fading_ns: int | None = None
+    made: int = 0
     is_adrift: bool = False
 
 
@@ -179,10 +180,10 @@ class Guests(Kin):
             guest.fading_ns = None
             return False
         if guest.fading_ns is None:
-            guest.fading_ns = now
+            guest.fading_ns, guest.made = now, self._shims.made(guest.target)
         if now - guest.fading_ns < FADE_NS:
             return False
-        if self._shims.is_moving(guest.target):
+        if self._shims.made(guest.target) != guest.made:
             guest.is_adrift = True
             self._send(Kind.NOTE, {"at_ns": now, "proc": guest.target.proc, "text": ADRIFT})
         return not guest.is_adrift

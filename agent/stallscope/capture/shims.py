@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
-from stallscope.capture.held import IDLE_LOOKS, WITNESS, Held, added, gap_of, is_of, losses_of, rank_rows, table_row
+from stallscope.capture.held import WITNESS, Held, added, gap_of, is_of, losses_of, rank_rows, table_row
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
@@ -221,10 +221,10 @@ class Shims:
         held = self._held.get(target.proc)
         return held is not None and held.unread
 
-    def is_moving(self, target: Target) -> bool:
-        """Whether the process made records within the last looks."""
+    def made(self, target: Target) -> int:
+        """How many calls the process has made, as its shim counts them."""
         held = self._held.get(target.proc)
-        return held is not None and held.is_open and held.idle < IDLE_LOOKS
+        return sum(thread.calls for thread in self._guarded(held, held.segment.threads, [])) if held else 0
 
     def is_told(self) -> bool:
         """Whether every record from before the mark has been sent."""
