@@ -97,7 +97,7 @@ struct segment_facts {
   uint32_t who_flags, ppid, cmdline_bytes;
   uint64_t pid_ns;
   int32_t ranks[7]; /* as in struct seg_who of native/shim/segment.h */
-  char name[16], cmdline[320];
+  char name[16], cmdline[1024];
 };
 struct segment_thread {
   uint32_t tid, state; /* state: 1 alive, 2 ended */

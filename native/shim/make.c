@@ -172,8 +172,9 @@ bool seg_make(struct seg_process *p) {
   p->header = (struct seg_header *)(void *)at;
   p->blocks = at + SEG_HEADER_BYTES;
   fill(p->header, &s);
-  seg_introduce(&p->header->who);
-  if (path[0] && lock_file(p->fd)) p->header->who.flags |= SEG_LOCKED;
+  struct seg_who *who = (struct seg_who *)(void *)(at + SEG_WHO_AT);
+  seg_introduce(who);
+  if (path[0] && lock_file(p->fd)) who->flags |= SEG_LOCKED;
   if (!path[0]) syscall(SYS_fcntl, p->fd, ADD_SEALS, SEALS);
   __atomic_store_n(&p->header->magic, SEG_MAGIC, __ATOMIC_RELEASE);
   seg_hello(p);

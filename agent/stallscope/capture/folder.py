@@ -61,7 +61,7 @@ class Folder:
         self.refused = 0
 
     def news(self, now_ns: int) -> list[File]:
-        """Segments that were not given out before."""
+        """Segments that were not given out before; those of one process in the order in which it made them."""
         try:
             with os.scandir(self._path) as entries:
                 there = [(entry.inode(), entry.name) for entry in itertools.islice(entries, MAX_FILES + 1)]
@@ -72,6 +72,7 @@ class Folder:
             self._refuse(f"there are more than {MAX_FILES} files in it: the rest is not looked at")
         self._forget({inode for inode, _ in there})
         fresh = [(inode, name) for inode, name in there if inode not in self._known and _NAME.fullmatch(name)]
+        fresh.sort(key=lambda row: [int(number) for number in row[1].split(".")[:-1]])
         return [file for inode, name in fresh if (file := self._open(name, inode, now_ns)) is not None]
 
     def _forget(self, there: set[int]) -> None:

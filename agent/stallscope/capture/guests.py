@@ -105,7 +105,7 @@ class Guests(Kin):
         self._enter_guest(target, file, lock, header.who.is_locked)
         self._pending.append((target, file.fd))
         self._adopt_pending()
-        if holder is None and header.who.is_locked:
+        if holder is None and header.who.is_locked and target.pidfd < 0 and not target.ended:
             self._gone(target)  # it was over before we came
 
     def _enter_guest(self, target: Target, file: File, lock: int, has_lock: bool) -> None:
