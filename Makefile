@@ -132,6 +132,9 @@ test-culprit: build ## every fault, hosts in step and ahead, three seeds, attach
 	STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_LONG_TESTS=1 STALLSCOPE_HEALTHY_SECONDS=600 $(PY) -m pytest -v tests/culprit/test_long.py tests/culprit/test_losses.py || code=1; \
 	STALLSCOPE_MODEL_SEEDS=100 $(PY) -m pytest -v tests/model || code=1; exit $$code
 
+test-packages: dist ## the wheel on Debian 12 and 13 without compilers, the sdist, the manifests (10 minutes; debootstrap, 600 MB)
+	$(Q)$(PY) -m pytest -v -s tests/packages
+
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
 	$(Q)sh tests/gpu/run.sh
 

@@ -27,7 +27,9 @@ class BuildWithNatives(build_py):
         super().run()
         if self.editable_mode:
             return
-        subprocess.run(["make", "-s", "APT=", f"PYTHON={sys.executable}", f"BUILD={BUILD}", "natives"], cwd=ROOT, check=True)
+        subprocess.run(
+            ["make", "-s", "APT=", f"PYTHON={sys.executable}", f"BUILD={BUILD}", "natives"], cwd=ROOT, check=True
+        )
         data = Path(self.build_lib, "stallscope", "_data")
         shutil.rmtree(data, ignore_errors=True)
         for name in SHIPPED:
