@@ -14,7 +14,7 @@ endif
 say = @printf '  %-10s %s\n' '$(1)' '$(2)'
 
 APT := python3 python3-venv python3-dev python3-bpfcc gcc g++ make libc6-dev linux-libc-dev libbpf-dev clang llvm clang-format \
-       bpftool bpftrace libcap2-bin iproute2 binutils podman runc conmon
+       bpftool bpftrace libcap2-bin iproute2 binutils podman runc conmon debootstrap
 PROBES := $(wildcard probes/*.h probes/*.c) native/wire.h
 BPF_OBJECT := $(BUILD)/probes/stallscope.bpf.o
 NO_COOKIES_OBJECT := $(BUILD)/probes/stallscope.nocookies.bpf.o
@@ -133,7 +133,8 @@ test-culprit: build ## every fault, hosts in step and ahead, three seeds, attach
 	STALLSCOPE_MODEL_SEEDS=100 $(PY) -m pytest -v tests/model || code=1; exit $$code
 
 test-packages: dist ## the wheel on Debian 12 and 13 without compilers, the sdist, the manifests (10 minutes; debootstrap, 600 MB)
-	$(Q)$(PY) -m pytest -v -s tests/packages
+	$(Q){ $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[packages]'; } $(QUIET)
+	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest -v -s tests/packages
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
 	$(Q)sh tests/gpu/run.sh

@@ -36,6 +36,8 @@ class BuildWithNatives(build_py):
             _copy(ROOT / name, data / name)
         for name in BUILT:
             _copy(ROOT / BUILD / name, data / "build" / name)
+        # Nobody debugs what a wheel holds, and a sidecar copies the shim into memory.
+        subprocess.run(["strip", "-g", *data.rglob("*.so*")], check=True)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -7,18 +7,24 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from root_kit import ROOT, Root, python_of, root_of, wheelhouse
+from conftest import unavailable
+from root_kit import LIMITS, ROOT, Root, python_of, root_of, wheelhouse
 
 MOST_NS = 500_000_000
 TOOLS = ("debootstrap", "podman", "runc", "conmon")
-missing = [tool for tool in TOOLS if not shutil.which(tool)]
-pytestmark = pytest.mark.skipif(
-    bool(missing) or os.geteuid() != 0, reason=f"needs root and {', '.join(missing or TOOLS)}"
-)
+
+
+@pytest.fixture(scope="session")
+def roots() -> None:
+    """Containers with roots of their own can be had."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing or os.geteuid() != 0:
+        unavailable(f"needs root and {', '.join(missing or TOOLS)}")
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +35,14 @@ def wheel() -> Path:
 
 
 @pytest.fixture(scope="session", params=["bookworm", "trixie"])
-def installed(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Root:
+def installed(
+    request: pytest.FixtureRequest, roots: None, wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Root:
     """The wheel in an environment of its own in /venv."""
     root = root_of(request.param)
     wheels = wheelhouse(tmp_path_factory.mktemp("wheels"), wheel, python_of(root))
     venv = tmp_path_factory.mktemp("venv")
+    venv.chmod(0o755)  # also others than root run it
     made = Root(root, f"{wheels}:/wheels:ro", f"{venv}:/venv", f"{ROOT / 'tests/packages'}:/kit:ro")
     line = "python3 -m venv /venv && /venv/bin/pip install -q --no-index --find-links /wheels stallscope"
     done = made.run("/bin/sh", "-c", line)
@@ -130,3 +139,46 @@ def test_the_object_for_aarch64() -> None:
     here, there = (ROOT / "build" / name / "stallscope.bpf.o" for name in ("probes", "aarch64"))
     assert symbols(here) == symbols(there)
     assert here.read_bytes() != there.read_bytes()
+
+
+IMAGE, BASE = "localhost/stallscope-tested", "localhost/stallscope-tested-base"
+
+
+@pytest.fixture
+def image(roots: None, wheel: Path, tmp_path: Path) -> Iterator[str]:
+    """deploy/container/Containerfile, on the root that was made here, with the wheels that were fetched here."""
+    root = root_of("trixie")
+    wheels = wheelhouse(tmp_path, wheel, python_of(root))
+    (tmp_path / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheels\n")
+    mounts = ["-v", f"{wheels}:/wheels:ro", "-v", f"{tmp_path / 'pip.conf'}:/etc/pip.conf:ro"]
+    file = ["-f", ROOT / "deploy/container/Containerfile", "-t", IMAGE, ROOT]
+    try:
+        with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as tar:
+            subprocess.run(["podman", "import", "-", BASE], stdin=tar.stdout, check=True, capture_output=True)
+        words = [
+            "podman",
+            "--runtime",
+            "runc",
+            "build",
+            "--isolation=chroot",
+            "--network=host",
+            f"--build-arg=BASE={BASE}",
+        ]
+        done = subprocess.run([*words, *mounts, *file], capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr[-2000:]
+        yield IMAGE
+    finally:
+        subprocess.run(["podman", "rmi", "-f", IMAGE, BASE], capture_output=True)
+
+
+def test_the_container_image(image: str) -> None:
+    """As the manifests run it: the sidecar without any right, doctor with those of the node daemon's pod."""
+    run = ["podman", "--runtime", "runc", "run", "--rm", "--network=none", *LIMITS]
+    bare = [*run, "--read-only", "--cap-drop=ALL", "--tmpfs=/shared:mode=1777", image]
+    said = subprocess.run([*bare, "sidecar", "--install", "/shared"], capture_output=True, text=True, timeout=120)
+    assert said.stdout.splitlines() == [
+        "LD_PRELOAD=/shared/libstallscope.so", "STALLSCOPE_SHIM=dir:/stallscope/segments",
+    ], said.stderr  # fmt: skip
+    words = [*run, "--privileged", "--user=0", image, "doctor", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout)["attach"] == "possible", done.stderr

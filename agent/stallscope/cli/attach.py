@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stallscope.cli.arguments import DEFAULT_ONE_IN, pid_number, rate, seconds
 from stallscope.cli.caller import Caller, caller
 from stallscope.cli.capturing import LONG_NS, Aggregator, Parts, allow_files, hello, open_record, parts_of_capture
+from stallscope.cli.machine import require_trusted_machine
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, PermissionProblem, StallscopeError
 from stallscope.wire.frames import Kind
 
@@ -86,6 +88,7 @@ class Attach:
         for pid in self.args.pids:
             _require_process(pid)
         try:
+            require_trusted_machine(self.args.method, platform.machine())
             for pid in self.args.pids:
                 require_attach_rights(pid)
         except PermissionProblem:
