@@ -17,8 +17,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "stallscope.1"
 
 def test_commands_and_codes() -> None:
     text = PAGE.read_text()
-    assert set(re.findall(r"^\\.It Ic (\w+)", text, re.MULTILINE)) == set(COMMANDS)
-    assert set(map(int, re.findall(r"^\\.It (\d)$", text, re.MULTILINE))) == {int(code) for code in ExitCode}
+    assert set(re.findall(r"^\.It Ic (\w+)", text, re.MULTILINE)) == set(COMMANDS)
+    assert set(map(int, re.findall(r"^\.It (\d)$", text, re.MULTILINE))) == {int(code) for code in ExitCode}
 
 
 @pytest.mark.skipif(not shutil.which("mandoc"), reason="mandoc is not installed")
