@@ -23,6 +23,7 @@ __all__ = ["Guests"]
 
 LOOK_NS = 50_000_000
 FADE_NS = 500_000_000
+MAX_GUESTS = 384
 HIDDEN = (
     "its pid is the one of its own pid namespace: what takes its /proc is not known (stacks, files, environment, exit "
     "code, processes without CUDA calls); shareProcessNamespace shows it"
@@ -98,10 +99,13 @@ class Guests(Kin):
             os.close(file.fd)
             self._shims.refuse(None, f"{file.name}: {error}")
             return
+        if len(self._guests) >= MAX_GUESTS:
+            os.close(file.fd)
+            self._shims.refuse(None, f"{file.name}: there are {MAX_GUESTS} processes already")
+            return
         self._last_ns = now
-        holder = holder_of(file.fd)
+        holder, lock = holder_of(file.fd), os.dup(file.fd)
         target = self._target_of(header, holder, file, now)
-        lock = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._enter_guest(target, file, lock, header.who.is_locked)
         self._pending.append((target, file.fd))
         self._adopt_pending()
