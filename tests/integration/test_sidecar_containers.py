@@ -151,3 +151,34 @@ def _end(pid: int) -> None:
         os.kill(pid, 9)
     except ProcessLookupError:
         return
+
+
+CAPABILITIES = ("BPF", "PERFMON", "SYS_PTRACE", "DAC_READ_SEARCH", "SETUID", "SETGID")
+
+
+@pytest.mark.usefixtures("needs_bpf")
+def test_probes_from_a_container_with_the_trainers_pids(podman: list[str]) -> None:  # noqa: F811
+    """Where a sidecar may have BPF: `attach` in the trainer's pid namespace, with the daemon's capabilities."""
+    with ExitStack() as stack:
+        command, name = stack.enter_context(named(podman))
+        stack_of = preloaded(HERE)
+        env = variables({key: stack_of[key] for key in ("LD_LIBRARY_PATH", "STALLSCOPE_SIM_LIB")})
+        # As in a pod, whose first process is nobody's: with a trainer as pid 1 the namespace would end with it.
+        line = 'exec 3<&0; "$@" <&3; read end <&3'
+        million = [ROOT / "build/targets/million", "500", "20", "300"]
+        words = [*command, "--cap-drop=ALL", *env, "--rootfs", "/:O", "/bin/sh", "-c", line, "sh", *million]
+        program = stack.enter_context(Process(words))
+        program.lines.wait_for("ready")
+        beside, other = stack.enter_context(named(podman))
+        rights = ["--cap-drop=ALL", *(f"--cap-add={one}" for one in CAPABILITIES), "--security-opt=seccomp=unconfined"]
+        words = [*beside, *rights, f"--pid=container:{name}", "--rootfs", "/:O", *STALLSCOPE]
+        tracer = stack.enter_context(Process([*words, "attach", "1", "--json", "--sample", "1/10", *BACKEND]))
+        tracer.errors.wait_for("attached to PID 1 (sh)")
+        program.say()
+        truth = json.loads(program.lines.wait_for("{"))
+        subprocess.run(["podman", "kill", "-s", "INT", other], check=True, capture_output=True)
+        report = json.loads(tracer.lines.rest())
+        program.say("end")
+        assert program.process.wait(60) == 0
+    assert own(report, truth["pid"]) == hooked(truth["calls"])
+    assert balance(report)[0] == balance(report)[1]
