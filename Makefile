@@ -14,7 +14,7 @@ endif
 say = @printf '  %-10s %s\n' '$(1)' '$(2)'
 
 APT := python3 python3-venv python3-dev python3-bpfcc gcc g++ make libc6-dev linux-libc-dev libbpf-dev clang llvm clang-format \
-       bpftool bpftrace libcap2-bin iproute2 binutils podman runc conmon
+       bpftool bpftrace libcap2-bin iproute2 binutils podman runc conmon debootstrap
 PROBES := $(wildcard probes/*.h probes/*.c) native/wire.h
 BPF_OBJECT := $(BUILD)/probes/stallscope.bpf.o
 NO_COOKIES_OBJECT := $(BUILD)/probes/stallscope.nocookies.bpf.o
@@ -22,7 +22,7 @@ MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 SHIM := $(BUILD)/shim/libstallscope.so
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
-.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-culprit test-shim test-daemon test-gpu lint fuzz bench clean
+.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-culprit test-shim test-daemon test-gpu test-packages natives dist lint fuzz bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -40,7 +40,7 @@ $(BUILD)/apt.stamp: Makefile
 $(VENV)/installed.stamp: $(BUILD)/apt.stamp pyproject.toml setup.py
 	$(call say,venv,$(VENV) and what pyproject.toml names (about a minute))
 	$(Q)[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(Q){ $(PY) -m pip install -q --disable-pip-version-check setuptools wheel cffi && \
+	$(Q){ $(PY) -m pip install -q --disable-pip-version-check 'setuptools>=68' wheel cffi && \
 	  $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[dev]'; } $(QUIET)
 	@touch $@
 
@@ -49,19 +49,37 @@ $(BUILD)/drain.stamp: $(VENV)/installed.stamp $(wildcard native/drain/* native/i
 	$(Q)$(PY) native/drain/build_drain.py $(QUIET)
 	@touch $@
 
+CLANG_BPF = clang -O2 -g -target bpf -mcpu=v3 -D__TARGET_ARCH_$(BPF_ARCH) -DWIRE_BPF $(NO_COOKIES) -Wall -Wextra -Wno-unused-parameter -Werror \
+  -I/usr/include/$(MULTIARCH) -Inative -Iprobes -c probes/stallscope.bpf.c
 $(NO_COOKIES_OBJECT): NO_COOKIES := -DNO_COOKIES
 $(BPF_OBJECT) $(NO_COOKIES_OBJECT): $(BUILD)/apt.stamp $(PROBES)
 	$(call say,clang,$@)
 	@mkdir -p $(@D)
-	$(Q)clang -O2 -g -target bpf -mcpu=v3 -D__TARGET_ARCH_$(BPF_ARCH) -DWIRE_BPF $(NO_COOKIES) -Wall -Wextra -Wno-unused-parameter -Werror \
-	  -I/usr/include/$(MULTIARCH) -Inative -Iprobes -c probes/stallscope.bpf.c -o $@
+	$(Q)$(CLANG_BPF) -o $@
 	$(Q)llvm-strip -g $@ 2>/dev/null || true
 
 $(SHIM): $(BUILD)/apt.stamp $(wildcard native/shim/*) native/wire.h probes/hooks.def probes/gen_hooks.py probes/gen_shim.py
 	$(call say,make,native/shim)
 	$(Q)$(MAKE) -s -C native/shim OUT=../../$(BUILD)/shim PYTHON=$(PYTHON) V=$(V)
 
-build: $(BUILD)/drain.stamp $(SHIM) $(BPF_OBJECT) $(NO_COOKIES_OBJECT) ## everything that is compiled
+# By another machine's clang: where its registers are is all that differs.
+AARCH64_OBJECT := $(BUILD)/aarch64/stallscope.bpf.o
+$(AARCH64_OBJECT): BPF_ARCH := arm64
+$(AARCH64_OBJECT): $(BUILD)/apt.stamp $(PROBES)
+	$(call say,clang,$@)
+	@mkdir -p $(@D)
+	$(Q)$(CLANG_BPF) -o $@
+	$(Q)llvm-strip -g $@ 2>/dev/null || true
+
+natives: $(SHIM) $(BPF_OBJECT) $(NO_COOKIES_OBJECT) ## what a wheel holds besides Python: setup.py asks for it
+	$(Q)$(MAKE) -s -C native/sim OUT=../../$(BUILD)/sim V=$(V)
+
+dist: build ## sdist, and from it a wheel, in dist/
+	$(call say,build,dist)
+	$(Q)rm -rf dist && $(PY) -m build --no-isolation --outdir dist . $(QUIET)
+	@ls -l dist | sed 1d
+
+build: $(BUILD)/drain.stamp $(SHIM) $(BPF_OBJECT) $(NO_COOKIES_OBJECT) $(AARCH64_OBJECT) ## everything that is compiled
 	$(call say,make,native/sim tests/targets)
 	$(Q)$(MAKE) -s -C native/sim OUT=../../$(BUILD)/sim V=$(V)
 	$(Q)$(MAKE) -s -C tests/targets OUT=../../$(BUILD)/targets V=$(V)
@@ -122,6 +140,10 @@ test-culprit: build ## every fault, hosts in step and ahead, three seeds, attach
 test-daemon: build ## the daemon: all its tests, with 500 processes that start and stop within a minute (3 minutes)
 	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_DAEMON_PROCESSES=500 STALLSCOPE_DAEMON_SECONDS=60 $(PY) -m pytest -v -s tests/integration/test_daemon.py --durations=0
 
+test-packages: dist ## the wheel on Debian 12 and 13 without compilers, the sdist, the manifests (10 minutes; debootstrap, 600 MB)
+	$(Q){ $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[packages]'; } $(QUIET)
+	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest -v -s tests/packages
+
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
 	$(Q)sh tests/gpu/run.sh
 
@@ -140,5 +162,5 @@ fuzz: build ## the hostile-input suites, longer
 	$(Q)STALLSCOPE_FUZZ_SECONDS=300 $(PY) -m pytest tests/fuzz
 
 clean: ## remove what make made
-	$(Q)rm -rf $(BUILD) $(VENV) agent/*.egg-info .hypothesis .mypy_cache .ruff_cache
+	$(Q)rm -rf $(BUILD) $(VENV) dist agent/*.egg-info .hypothesis .mypy_cache .ruff_cache
 	$(Q)find agent native probes tests bench \( -name '__pycache__' -o -name '*.so' -o -name '*.o' \) -prune -exec rm -rf {} +

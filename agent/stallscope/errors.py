@@ -8,6 +8,7 @@ __all__ = [
     "ArgumentProblem",
     "CaptureProblem",
     "ExitCode",
+    "MachineProblem",
     "PermissionProblem",
     "RecordingProblem",
     "StallscopeError",
@@ -50,6 +51,10 @@ class PermissionProblem(StallscopeError):
     """A right is missing (exit 3)."""
 
     exit_code = ExitCode.NOT_PERMITTED
+
+
+class MachineProblem(PermissionProblem):
+    """What would work is not done on this kind of machine unless it is asked for (exit 3)."""
 
 
 class TargetProblem(StallscopeError):

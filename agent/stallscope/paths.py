@@ -6,7 +6,8 @@ from pathlib import Path
 
 __all__ = ["BPF_OBJECT", "BUILD", "NO_COOKIES_OBJECT", "PROBES", "SHIM", "SHIM_INJECT", "SIM_LIB", "WIRE_HEADER"]
 
-ROOT = Path(__file__).resolve().parents[2]
+_SHIPPED = Path(__file__).resolve().parent / "_data"  # in a wheel; setup.py puts it there
+ROOT = _SHIPPED if _SHIPPED.is_dir() else Path(__file__).resolve().parents[2]
 PROBES = ROOT / "probes"
 WIRE_HEADER = ROOT / "native" / "wire.h"
 BUILD = ROOT / "build"

@@ -104,6 +104,10 @@ struct segment_facts {
   uint64_t start_ticks, counter, mono_ns, real_ns, ticks_per_s, settings, readers;
   uint64_t hooks[7];  /* bit per hook id */
   uint32_t is_mapped; /* a sealed memfd; else every look is a read */
+  uint32_t who_flags, ppid, cmdline_bytes;
+  uint64_t pid_ns;
+  int32_t ranks[7]; /* as in struct seg_who of native/shim/segment.h */
+  char name[16], cmdline[1024];
 };
 struct segment_thread {
   uint32_t tid, state; /* state: 1 alive, 2 ended */

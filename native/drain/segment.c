@@ -122,6 +122,18 @@ void segment__close(struct segment *s) {
   free(s);
 }
 
+static void introduce(const struct segment *s, struct segment_facts *out) {
+  struct seg_who who;
+  seg_copy(s, SEG_WHO_AT, &who, sizeof(who));
+  out->who_flags = who.flags;
+  out->ppid = who.ppid;
+  out->pid_ns = who.pid_ns;
+  out->cmdline_bytes = who.cmdline_bytes < SEG_CMDLINE_BYTES ? who.cmdline_bytes : SEG_CMDLINE_BYTES;
+  memcpy(out->ranks, who.ranks, sizeof(out->ranks));
+  memcpy(out->name, who.name, sizeof(out->name));
+  memcpy(out->cmdline, who.cmdline, sizeof(out->cmdline));
+}
+
 void segment__facts(const struct segment *s, struct segment_facts *out) {
   const struct seg_header *h = &s->header;
   *out = (struct segment_facts){.version = h->version,
@@ -137,6 +149,7 @@ void segment__facts(const struct segment *s, struct segment_facts *out) {
                                 .is_mapped = s->map != NULL};
   out->settings = seg_word(s, offsetof(struct seg_header, settings));
   memcpy(out->hooks, h->hooks, sizeof(out->hooks));
+  introduce(s, out);
 }
 
 static uint64_t on_line(const struct seg_line *line, uint64_t ticks) {

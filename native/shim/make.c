@@ -6,8 +6,10 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #define HIGH_FD 700
+#define NAMES 64
 #define MFD_CLOEXEC_ 1u
 #define MFD_ALLOW_SEALING_ 2u
 #define ADD_SEALS 1033
@@ -43,24 +45,48 @@ static void put_number(char *to, uint64_t value) {
   *to = 0;
 }
 
-static bool path_of(char *path, size_t size) {
+static bool path_of(char *path, size_t size, int try) {
   size_t length = strlen(seg_set.folder);
   if (length + 64 > size) return false;
   memcpy(path, seg_set.folder, length);
   path[length++] = '/';
   put_number(path + length, (uint64_t)syscall(SYS_getpid));
-  length = strlen(path);
-  path[length++] = '.';
-  put_number(path + length, seg_start_ticks());
+  strcat(path, ".");
+  put_number(path + strlen(path), seg_start_ticks());
+  if (try) {
+    strcat(path, ".");
+    put_number(path + strlen(path), (uint64_t)try);
+  }
   strcat(path, ".seg");
   return true;
 }
 
+/* Whom it is for says the folder: one with a group of its own (setgid) shares what is in it with that group. */
+static void share(int fd) {
+  struct stat folder;
+  if (syscall(SYS_newfstatat, AT_FDCWD, seg_set.folder, &folder, 0) || !(folder.st_mode & S_ISGID)) return;
+  syscall(SYS_fchmod, fd, 0600 | (folder.st_mode & 0060));
+}
+
+/* The name may be taken: by what this process ran before an exec, or by its like in another pid namespace. */
 static int open_file(char *path, size_t size) {
   if (!seg_set.folder[0])
     return (int)syscall(SYS_memfd_create, seg_injected ? SEG_INJECTED_NAME : SEG_NAME,
                         MFD_CLOEXEC_ | MFD_ALLOW_SEALING_);
-  return path_of(path, size) ? sys_open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600) : -1;
+  int fd = -1;
+  errno = EEXIST;
+  for (int try = 0; try < NAMES && fd < 0 && errno == EEXIST && path_of(path, size, try); try++)
+    fd = sys_open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (fd >= 0) share(fd);
+  else path[0] = 0;
+  return fd;
+}
+
+/* Its end tells who can't see this process: the kernel gives the lock up with the process, or with the descriptor at an
+ * exec, and a forked child has none. Only once the descriptor is where it stays: closing another one of the file would end it. */
+static bool lock_file(int fd) {
+  struct flock all = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
+  return !syscall(SYS_fcntl, fd, F_SETLK, &all);
 }
 
 /* Out of the way of programs that count on low numbers. */
@@ -154,6 +180,9 @@ bool seg_make(struct seg_process *p) {
   fill(p->header, &s);
   if (parents.header) seg_inherit_sites(p->header, parents.header);
   parents.header = p->header;
+  struct seg_who *who = (struct seg_who *)(void *)(at + SEG_WHO_AT);
+  seg_introduce(who);
+  if (path[0] && lock_file(p->fd)) who->flags |= SEG_LOCKED;
   if (!path[0]) syscall(SYS_fcntl, p->fd, ADD_SEALS, SEALS);
   __atomic_store_n(&p->header->magic, SEG_MAGIC, __ATOMIC_RELEASE);
   seg_hello(p);

@@ -62,6 +62,20 @@ enum seg_gpu_figure {
   SEG_GPU_FIGURES = 5,
 };
 
+/* Of the process, for a reader that can't look at its /proc. */
+#define SEG_RANKS 7 /* RANK WORLD_SIZE LOCAL_RANK SLURM_PROCID SLURM_NTASKS OMPI_COMM_WORLD_RANK PMI_RANK */
+#define SEG_NAME_BYTES 16
+#define SEG_CMDLINE_BYTES 1024
+#define SEG_LOCKED 1u /* it holds a record lock on byte 0 of its file for as long as it runs this program */
+struct seg_who {
+  uint32_t flags, ppid;
+  uint64_t pid_ns;          /* inode of its pid namespace, 0 = unknown */
+  int32_t ranks[SEG_RANKS]; /* from the environment at its start; -1 = not there */
+  uint32_t cmdline_bytes;   /* words, each with a null byte behind it */
+  char name[SEG_NAME_BYTES];
+  char cmdline[SEG_CMDLINE_BYTES];
+};
+
 struct seg_header {
   uint64_t magic; /* stored last */
   uint32_t version, header_bytes;
@@ -157,6 +171,7 @@ struct seg_hello {
 
 #define SEG_UP(bytes) (((bytes) + SEG_PAGE - 1) / SEG_PAGE * SEG_PAGE)
 #define SEG_HOMELESS_AT SEG_PAGE
+#define SEG_WHO_AT (SEG_HOMELESS_AT + WIRE_HOOKS * sizeof(struct wire_count)) /* before a page's end */
 #define SEG_COMMS_AT (SEG_HOMELESS_AT + SEG_UP(WIRE_HOOKS * sizeof(struct wire_count)))
 #define SEG_HEADER_BYTES (SEG_COMMS_AT + SEG_UP((1ull << SEG_COMM_BITS) * sizeof(struct seg_comm)))
 #define SEG_COUNTS_AT SEG_PAGE
@@ -169,6 +184,7 @@ struct seg_hello {
 #define SEG_BLOCK_BYTES(vital_bits, bulk_bits) (SEG_UP(SEG_BULK_AT(vital_bits) + (32ull << (bulk_bits))))
 
 _Static_assert(sizeof(struct seg_header) <= SEG_PAGE, "seg_header");
+_Static_assert(SEG_WHO_AT + sizeof(struct seg_who) <= SEG_COMMS_AT, "seg_who");
 _Static_assert(sizeof(struct seg_frame) == 128, "seg_frame");
 _Static_assert(sizeof(struct seg_block) == 192 + 4 * 128, "seg_block");
 _Static_assert(sizeof(struct seg_vital) == 128, "seg_vital");

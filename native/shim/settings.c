@@ -43,11 +43,28 @@ static void find_preload(const char *list) {
   }
 }
 
+static int32_t number_of(const char *text) {
+  int32_t value = 0;
+  if (!text || !*text || strlen(text) > 9) return -1;
+  for (; *text; text++) {
+    if (*text < '0' || *text > '9') return -1;
+    value = value * 10 + (*text - '0');
+  }
+  return value;
+}
+
+static void read_ranks(void) {
+  static const char *const names[SEG_RANKS] = {"RANK",         "WORLD_SIZE",           "LOCAL_RANK", "SLURM_PROCID",
+                                               "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"};
+  for (int i = 0; i < SEG_RANKS; i++) seg_set.ranks[i] = number_of(value_of(names[i]));
+}
+
 static void read_environment(void) {
   const char *way = value_of("STALLSCOPE_SHIM"), *mode = value_of("STALLSCOPE_SHIM_MODE");
   keep_line(seg_set.shim, sizeof(seg_set.shim), "STALLSCOPE_SHIM", way);
   keep_line(seg_set.mode, sizeof(seg_set.mode), "STALLSCOPE_SHIM_MODE", mode);
   find_preload(value_of("LD_PRELOAD"));
+  read_ranks();
   seg_set.word = (uint64_t)UINT32_MAX << 32 | SEG_FULL;
   if (mode && !strcmp(mode, "lite")) seg_set.word = (uint64_t)UINT32_MAX << 32 | SEG_LITE;
   if (mode && !strcmp(mode, "min")) seg_set.word = (uint64_t)(UINT32_MAX / 1000) << 32 | SEG_MIN;

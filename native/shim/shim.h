@@ -105,6 +105,7 @@ struct seg_settings {
   char socket[108];         /* socket:, else "" */
   char preload[512];        /* our own LD_PRELOAD entry, else "" */
   char shim[320], mode[64]; /* STALLSCOPE_SHIM=..., STALLSCOPE_SHIM_MODE=..., else "" */
+  int32_t ranks[SEG_RANKS];
   bool off;
   uint64_t counter, mono_ns; /* at the start, for the counter's rate */
 };

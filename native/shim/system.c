@@ -60,6 +60,24 @@ uint64_t seg_start_ticks(void) {
   return ticks;
 }
 
+static long read_file(const char *path, char *to, size_t bytes) {
+  int fd = sys_open(path, O_RDONLY | O_CLOEXEC, 0);
+  if (fd < 0) return 0;
+  long n = sys_read(fd, to, bytes);
+  sys_close(fd);
+  return n > 0 ? n : 0;
+}
+
+void seg_introduce(struct seg_who *who) {
+  struct stat ns;
+  who->ppid = (uint32_t)syscall(SYS_getppid);
+  memcpy(who->ranks, seg_set.ranks, sizeof(who->ranks));
+  long n = read_file("/proc/self/comm", who->name, sizeof(who->name));
+  if (n) who->name[n - 1] = 0;
+  who->cmdline_bytes = (uint32_t)read_file("/proc/self/cmdline", who->cmdline, sizeof(who->cmdline));
+  if (!syscall(SYS_newfstatat, AT_FDCWD, "/proc/self/ns/pid", &ns, 0)) who->pid_ns = ns.st_ino;
+}
+
 void seg_identify(int fd, uint64_t *device, uint64_t *inode) {
   struct stat s;
   memset(&s, 0, sizeof(s));

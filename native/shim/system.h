@@ -24,6 +24,7 @@ void seg_pair(uint64_t *counter, uint64_t *mono_ns);
 uint64_t seg_clock_ns(int clock);
 uint64_t seg_start_ticks(void); /* of this process: /proc/self/stat, field 22; 0 = unknown */
 void seg_hello(struct seg_process *p);
+void seg_introduce(struct seg_who *who);
 bool seg_same_file(int fd, uint64_t device, uint64_t inode);
 void seg_identify(int fd, uint64_t *device, uint64_t *inode);
 

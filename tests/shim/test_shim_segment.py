@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from shim_kit import Agent, Read, environment, run
 
+from stallscope.capture.folder import holder_of
 from stallscope.capture.segment import BadSegment, Clock, Segment
 
 
@@ -41,6 +43,55 @@ def test_a_file_in_a_folder(stubs: Path, tmp_path: Path) -> None:
     assert (header.pid, header.start_ticks, header.is_mapped) == (int(pid), int(start), False)
     assert read.conserved() == truth
     read.segment.close()
+
+
+def test_a_folder_with_a_group_of_its_own(stubs: Path, tmp_path: Path) -> None:
+    """What is in it is that group's, as far as the folder is: that is how a sidecar of another user reads it."""
+    modes = {}
+    for folder_mode in (0o777, 0o2770, 0o2750, 0o2777):
+        folder = tmp_path / oct(folder_mode)
+        folder.mkdir()
+        folder.chmod(folder_mode)
+        run([stubs / "program", "calls", "10"], in_folder(stubs, folder))
+        (path,) = folder.glob("*.seg")
+        modes[folder_mode] = stat.S_IMODE(path.stat().st_mode)
+    assert modes == {0o777: 0o600, 0o2770: 0o660, 0o2750: 0o640, 0o2777: 0o660}
+
+
+def test_a_name_that_is_taken(stubs: Path, tmp_path: Path) -> None:
+    """By its like of another pid namespace, say: the next free one, and whoever was there is left alone."""
+    code = (
+        "import os, sys\n"
+        "ticks = open('/proc/self/stat').read().rpartition(')')[2].split()[19]\n"
+        "for end in ('', '.1'): open(f'{sys.argv[1]}/{os.getpid()}.{ticks}{end}.seg', 'x').close()\n"
+        "os.execv(sys.argv[2], sys.argv[2:])\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path), str(stubs / "program"), "calls", "10"]
+    truth = run(words, in_folder(stubs, tmp_path))
+    sizes = {path.name.split(".")[2]: path.stat().st_size for path in tmp_path.glob("*.seg")}
+    assert sizes["seg"] == sizes["1"] == 0 and sizes["2"] > 0
+    read = opened(next(tmp_path.glob("*.2.seg")))
+    assert read.conserved() == truth
+    read.segment.close()
+
+
+def test_who_made_it(stubs: Path, tmp_path: Path) -> None:
+    """Enough for who can't see the process: name, command line, rank, pid namespace, and a lock while it lives."""
+    env = in_folder(stubs, tmp_path, RANK="5", WORLD_SIZE="8", LOCAL_RANK="x", SLURM_PROCID="1" * 40)
+    words = [str(stubs / "program"), "obeys"]
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        (path,) = tmp_path.glob("*.seg")
+        with open(path, "r+b") as file, Segment(file.fileno()) as segment:
+            who = segment.header.who
+            assert (who.name, who.cmdline, who.ranks) == ("program", words, {"RANK": "5", "WORLD_SIZE": "8"})
+            assert who.is_locked and who.ppid == os.getpid()
+            assert who.pid_ns == os.stat("/proc/self/ns/pid").st_ino
+            assert holder_of(file.fileno()) == process.pid
+            process.kill()
+            process.wait()
+            assert holder_of(file.fileno()) is None
 
 
 def test_the_descriptor(agent: Agent, stubs: Path) -> None:

@@ -50,7 +50,7 @@ def test_wrong_arguments(words: str, usage: str, told: str) -> None:
     assert done.stderr.endswith(f"\n  next: {command} --help\n")
 
 
-@pytest.mark.parametrize("command", ["sidecar", "top", "hub"])
+@pytest.mark.parametrize("command", ["top", "hub"])
 def test_reserved(command: str) -> None:
     done = shell(f"$S {command}")
     assert done.returncode == 2

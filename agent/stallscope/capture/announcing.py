@@ -20,9 +20,9 @@ def tell_process(send: Send, target: Target, *, traced: bool = True) -> None:
     if target.rank_words is None:
         target.rank_words = rank_words(target.pid)
     body = {
-        "proc": target.proc, "pid": facts.pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid, "parent": target.parent,
-        "name": facts.name, "cmdline": facts.cmdline, "container_id": facts.container_id, "start_ns": facts.start_ns,
-        "at_ns": target.appeared_ns, "env": target.rank_words,
+        "proc": target.proc, "pid": target.shown_pid, "ns_pid": facts.ns_pid, "ppid": facts.ppid,
+        "parent": target.parent, "name": facts.name, "cmdline": facts.cmdline, "container_id": facts.container_id,
+        "start_ns": facts.start_ns, "at_ns": target.appeared_ns, "env": target.rank_words,
     }  # fmt: skip
     send(Kind.PROCESS, body if traced else {**body, "traced": False})
 

@@ -123,9 +123,10 @@ class Kin:
             return None
         return self._add(facts, pidfd, appeared_ns)
 
-    def _add(self, facts: Facts, pidfd: int, appeared_ns: int) -> Target:
+    def _add(self, facts: Facts, pidfd: int, appeared_ns: int, words: dict[str, str] | None = None) -> Target:
+        """`words`: its rank, where that is known from elsewhere than /proc."""
         parent = self._parent_proc(facts)
-        target = Target(self._number(), 0, facts, parent, pidfd, appeared_ns)
+        target = Target(self._number(), 0, facts, parent, pidfd, appeared_ns, rank_words=words)
         self._by_pid[facts.pid] = target
         self._oom.learn([facts.pid])
         tell_process(self._send, target)
@@ -174,7 +175,7 @@ class Kin:
         self._send(
             Kind.GAP,
             {"source": "link", "proc": target.proc, "count": None, "from_ns": now, "to_ns": now,
-             "reason": f"pid {target.pid} ({target.facts.name}) is not traced: no free process slot"},
+             "reason": f"pid {target.shown_pid} ({target.facts.name}) is not traced: no free process slot"},
         )  # fmt: skip
 
     def _just_ended(self, handed: Handed) -> Target | None:
@@ -241,8 +242,11 @@ class Kin:
         """Who has ended since."""
         self._look += 1
         for target in self.live():
-            if target.pidfd < 0 or has_ended(target.pidfd):
+            if self._is_over(target):
                 self._gone(target)
+
+    def _is_over(self, target: Target) -> bool:
+        return target.pidfd < 0 or has_ended(target.pidfd)
 
     def _gone(self, target: Target) -> None:
         target.ended = True

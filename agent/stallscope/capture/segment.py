@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from stallscope.capture._drain import ffi, lib
+from stallscope.capture.procfs import clean
 from stallscope.capture.rings import MAX_UIDS, REC_BYTES, UID_BYTES, Drained, InflightRow, SlotChanges, inflight_rows
 from stallscope.capture.segsites import SiteRows
 
@@ -33,6 +34,7 @@ __all__ = [
     "Mode",
     "Segment",
     "SegmentThread",
+    "Who",
 ]  # fmt: skip
 
 LONG_NS = 200_000
@@ -44,6 +46,7 @@ _MAX_COMMS = 1024
 _UNTOLD = ("unmatched", "untold", "exhausted", "busy", "unbound")  # enum seg_gpu_figure
 GPU_TAKEN, GPU_OLD, GPU_NO_PATH, GPU_OFF, GPU_RISK, GPU_SLOW = 1, 2, 3, 5, 6, 7  # native/shim/gpu.h
 GPU_EVENTS, GPU_NO_EVENTS, GPU_AT_WORK = 8, 9, 16
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SETTLE_S = 0.02
 _LINES = 4096  # SEG_LINES in native/drain/drain.h
 _TOLERATED_NS = 2_000
@@ -59,6 +62,20 @@ class Mode(enum.IntEnum):
     FULL = 0
     LITE = 1
     MIN = 2
+
+
+class Who(NamedTuple):
+    """What a process says of itself, for a reader that can't look at its /proc; `ranks`: RANK and its like.
+
+    `pid_ns`: inode of its pid namespace, 0 where unknown; `is_locked`: a record lock on its file tells that it lives.
+    """
+
+    is_locked: bool
+    ppid: int
+    pid_ns: int
+    name: str
+    cmdline: list[str]
+    ranks: dict[str, str]
 
 
 class Header(NamedTuple):
@@ -86,6 +103,7 @@ class Header(NamedTuple):
     mode: Mode
     readers: int
     is_mapped: bool
+    who: Who
 
 
 class SegmentThread(NamedTuple):
@@ -219,7 +237,7 @@ class Segment(SiteRows):
             version=int(facts.version), pid=int(facts.pid), uid=int(facts.uid), start_ticks=int(facts.start_ticks),
             counter=int(facts.counter), mono_ns=int(facts.mono_ns), real_ns=int(facts.real_ns),
             ticks_per_s=int(facts.ticks_per_s), hooks=hooks, mode=mode, readers=int(facts.readers),
-            is_mapped=bool(facts.is_mapped),
+            is_mapped=bool(facts.is_mapped), who=_who(facts),
         )  # fmt: skip
 
     def _room_for(self, max_records: int) -> None:
@@ -350,6 +368,14 @@ class Segment(SiteRows):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _who(facts: Any) -> Who:
+    words = bytes(ffi.buffer(facts.cmdline, facts.cmdline_bytes)).rstrip(b"\0")
+    cmdline = [clean(word.decode("utf-8", "replace")) for word in words.split(b"\0")] if words else []
+    name = clean(ffi.string(facts.name, 16).decode("utf-8", "replace"))
+    ranks = {key: str(value) for key, value in zip(_RANKS, map(int, facts.ranks), strict=True) if value >= 0}
+    return Who(bool(facts.who_flags & 1), int(facts.ppid), int(facts.pid_ns), name, cmdline, ranks)
 
 
 def _comm(row: Any) -> Comm:

@@ -15,7 +15,7 @@ __all__ = ["candidates", "has_let_go", "has_segment", "lock", "reopen", "start_t
 
 MEMFD = "/memfd:stallscope-segment (deleted)"
 INJECTED = "/memfd:stallscope-injected (deleted)"  # nothing comes into it once the library was taken out of the way
-_FILE = re.compile(r"/\d{1,10}\.\d{1,20}\.seg(?: \(deleted\))?")
+_FILE = re.compile(r"/\d{1,10}\.\d{1,20}(?:\.\d{1,2})?\.seg(?: \(deleted\))?")
 MAX_FDS = 1 << 16
 
 

@@ -234,6 +234,11 @@ class Shims:
         held = self._held.get(target.proc)
         return held is not None and held.unread
 
+    def made(self, target: Target) -> int:
+        """How many calls the process has made, as its shim counts them."""
+        held = self._held.get(target.proc)
+        return sum(thread.calls for thread in self._guarded(held, held.segment.threads, [])) if held else 0
+
     def is_told(self) -> bool:
         """Whether every record from before the mark has been sent."""
         return not any(held.unread for held in self._held.values())

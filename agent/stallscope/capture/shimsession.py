@@ -38,13 +38,16 @@ class ShimSession(Loop):
         super().__init__(outbox, shims, parser, costs, duration_s, came_late=inject is not None)
         self._injections = Injections(inject, parser, outbox.send, self._clock) if inject is not None else None
         shims.injected = inject is not None
-        self.population: Kin = Kin(shims, outbox.send, self._clock, helpers, follow=follow)
+        self.population: Kin = self._population(helpers, follow)
         self._watch_images()
         self._handover = handover
         self._is_command = False
         self._poller = select.epoll()
         if handover is not None:
             self._poller.register(handover.fileno(), select.EPOLLIN)
+
+    def _population(self, helpers: Callable[[], set[int]], follow: bool) -> Kin:
+        return Kin(self.shims, self.outbox.send, self._clock, helpers, follow=follow)
 
     def start(self, pids: list[int], more: list[int]) -> None:
         """Trace running processes; `more`: others of their job. Raises StallscopeError."""

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from stallscope.capture.procfs import Facts, Mapping
 from stallscope.wire.hook_table import Hook
 
-__all__ = ["FileKey", "InferredCall", "LinkedLibrary", "Point", "Resolved", "Target", "Unasked"]
+__all__ = ["MAX_PID", "FileKey", "InferredCall", "LinkedLibrary", "Point", "Resolved", "Target", "Unasked"]
 
+MAX_PID = 1 << 22  # PID_MAX_LIMIT of the kernel
 # (device, inode, "" or the library that it carries under another name)
 FileKey = tuple[tuple[int, int], int, str]
 
@@ -163,8 +164,13 @@ class Target:
 
     @property
     def pid(self) -> int:
-        """The host's pid."""
+        """As this pid namespace numbers it; one that is not visible here has a number that no process can have."""
         return self.facts.pid
+
+    @property
+    def shown_pid(self) -> int:
+        """What people are told: of one that is not visible here, the pid that it has in its own namespace."""
+        return self.facts.pid if self.facts.pid <= MAX_PID else self.facts.ns_pid or 0
 
     def links(self) -> tuple[list[Any], list[Any]]:
         """(entry links, return links) of all libraries."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from stallscope.cli.machine import require_trusted_machine
 from stallscope.errors import PermissionProblem, StallscopeError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ def choose(method: str, pids: Sequence[int]) -> Way:
     from stallscope.capture.segments import has_segment
 
     try:
+        require_trusted_machine(method, platform.machine())
         for pid in pids:
             require_attach_rights(pid)
     except PermissionProblem as problem:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -41,9 +42,12 @@ class Aggregator:
         record_fd: the recording; stays the caller's.
         as_json: how the report is to look.
         on_stderr: where a report for a person goes; one in JSON always goes to stdout.
+        report: a file that it also goes to, in JSON; the process that it becomes has to be able to write it.
     """
 
-    def __init__(self, who: Caller, record_fd: int | None, as_json: bool, *, on_stderr: bool = False) -> None:
+    def __init__(
+        self, who: Caller, record_fd: int | None, as_json: bool, *, on_stderr: bool = False, report: str | None = None
+    ) -> None:  # fmt: skip
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         words = ["--socket-fd", str(theirs.fileno()), "--uid", str(who.drop_uid), "--gid", str(who.drop_gid)]
         fds = [theirs.fileno()]
@@ -51,12 +55,18 @@ class Aggregator:
             words += ["--record-fd", str(record_fd)]
             fds.append(record_fd)
         words += ["--json"] if as_json else ["--on-stderr"] if on_stderr else []
+        words += ["--report", report] if report else []
         # -I: neither the caller's directory nor his PYTHON* variables say what a root process imports.
         command = [sys.executable, "-I", "-m", "stallscope.cli.aggregator", *words]
         # A session of its own: Ctrl-C goes to capture, which ends the stream, which ends this process.
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         self.socket = ours
+
+    def show(self) -> None:
+        """Have it print a report of this moment, and go on."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
 
     def wait(self) -> int:
         """Its exit code, once it has printed the report."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Parser", "entry", "main"]
 
-COMMANDS = ("attach", "run", "daemon", "ctl", "report", "export", "doctor", "demo")
-RESERVED = ("sidecar", "top", "hub")
+COMMANDS = ("attach", "run", "daemon", "sidecar", "ctl", "report", "export", "doctor", "demo")
+RESERVED = ("top", "hub")
 INTERRUPTED = 130
 
 

@@ -12,7 +12,8 @@ class Facts(NamedTuple):
 
     who: e.g. "rank 5 (pid 1234)"; where: e.g. "ncclAllReduce #17 on communicator 1f2e3d4c (8 ranks)"; host: where the
     culprit's host is, e.g. "in read() on pipe:[123]"; waiting: how many ranks wait there;
-    behind: how many more wait elsewhere because of it; since: time of day; several: `who` is more than one.
+    behind: how many more wait elsewhere because of it; since: time of day; several: `who` is more than one;
+    looked: whether anything of the culprit's /proc is known.
     """
 
     kind: str
@@ -26,6 +27,7 @@ class Facts(NamedTuple):
     since: str | None = None
     several: bool = False
     evidence: str = "api"
+    looked: bool = True
 
 
 SAID_BY_CLASS = ("DIED", "NOT_ARRIVED", "LEFT", "ALL_ARRIVED")
@@ -64,6 +66,10 @@ _NEXT_BY_GPU = {
     "ALL_ARRIVED": "check links, network and NCCL's log of these ranks: no kernel before it hangs",
 }
 
+_NEXT_UNSEEN = {
+    "NOT_ARRIVED": "see where pid {pid} is: py-spy dump --pid {pid} where it runs (its /proc can't be read here)",
+}
+
 
 def summary(facts: Facts) -> str:
     """One sentence, e.g. "rank 5 (pid 12) has not come to ncclAllReduce #17 on ...; 7 ranks wait for it: in read()"."""
@@ -95,5 +101,6 @@ def _ranks(number: int, one: str, many: str) -> str:
 
 def next_step(facts: Facts) -> str:
     """What to do now."""
-    by_gpu = _NEXT_BY_GPU.get(facts.kind) if facts.evidence == "gpu_start" else None
-    return (by_gpu or _NEXT.get(facts.kind, "")).format(pid=facts.pid if facts.pid is not None else "?")
+    other = _NEXT_BY_GPU.get(facts.kind) if facts.evidence == "gpu_start" else None
+    other = other or (None if facts.looked else _NEXT_UNSEEN.get(facts.kind))
+    return (other or _NEXT.get(facts.kind, "")).format(pid=facts.pid if facts.pid is not None else "?")

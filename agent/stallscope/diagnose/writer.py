@@ -206,6 +206,7 @@ class Writer:
             time_of_day(self._state, incident.start_ns) if incident.kind not in NO_BLOCK else None,
             len(incident.culprits) > 1,
             incident.evidence,
+            any(culprit.stack or culprit.waiting_in for culprit in incident.culprits),
         )
         incident.summary, incident.next = summary(facts), next_step(facts)
 

@@ -59,6 +59,11 @@ def _fate(processes: list[Process]) -> str:
 
 
 def _hint(state: State, processes: list[Process]) -> str:
+    if state.capture is not None and state.capture.sources == ["shim"] and not state.capture.targets:
+        return (
+            "check that the trainer has LD_PRELOAD=DIR/libstallscope.so and STALLSCOPE_SHIM=dir:VOLUME, and that it "
+            "and the sidecar have the same volume there; see docs/sidecar.md"
+        )
     if state.capture is not None and state.capture.sources == ["shim"]:
         return "check that CUDA is used by a program that is linked dynamically, and what ld.so says above"
     if any(p.links for p in processes):
