@@ -158,6 +158,49 @@ def test_the_launcher_itself() -> None:
     assert row["largest"] and row["waited_for"]["file"] == "/run/ready" and row["exit"] is None
 
 
+@pytest.mark.parametrize(("syscall", "file", "largest"), [
+    ("openat", "/run/fifo", True), ("read", "/run/fifo", True), ("flock", "/run/lock", True), ("poll", "socket:[1]", False),
+    ("read", "pipe:[7]", False), ("clock_nanosleep", None, False),
+])  # fmt: skip
+def test_a_launcher_that_waits_for_a_name_while_a_child_runs(syscall: str, file: str | None, largest: bool) -> None:
+    """Nobody looks after children by opening, locking or reading a file; otherwise it is taken to do so."""
+    kit = StartUp()
+    kit.begin(2, 1, ["server"], 1)
+    kit.sees(2, 1.2, None)
+    kit.sees(1, 0.5, "wait4")
+    kit.sees(1, 1.4, syscall, file, last_s=1.2)
+    kit.sees(1, 4.2, "wait4", last_s=4.0)
+    kit.train(3, 5, 9)
+    rows = [row for row in kit.rows() if row["what"] == "wait" and row["largest"]]
+    assert [row["waited_for"]["file"] for row in rows] == ([file] if largest else [])
+
+
+def test_who_looks_again_and_again() -> None:
+    """Four times 0.5 s of one command are more than 1.5 s of another one."""
+    kit = StartUp()
+    kit.sees(1, 0.1, "wait4")
+    kit.command(2, 1, "check", 1, 2.5)
+    kit.sees(2, 1.2, "read", "/x")
+    for number in range(4):
+        kit.command(3 + number, 1, "sleep 0.5", 3 + number, 3.5 + number)
+        kit.sees(3 + number, 3.3 + number, "clock_nanosleep")
+    kit.train(9, 7, 9)
+    told = kit.told()
+    assert told["sleep"]["largest"] and (told["sleep"]["times"], told["sleep"]["together_ns"]) == (4, 2 * S)
+    assert (told["check"]["times"], told["check"]["together_ns"]) == (1, 1.5 * S)
+    assert sum(row["largest"] for row in kit.full["startup"] if "command" in row) == 1
+    assert "2.00 s in 4 times: `sleep 0.5` (pid 1" in " ".join(render(kit.full, 200, tty=False).split())
+
+
+def test_the_same_command_beside_itself_counts_once() -> None:
+    kit = StartUp()
+    kit.sees(1, 0.1, "wait4")
+    for number in (2, 3):
+        kit.command(number, 1, "wait-for db", 1, 4)
+        kit.sees(number, 1.2, "connect", "socket:[3]")
+    assert kit.told()["wait-for"]["together_ns"] == 3 * S
+
+
 def test_no_status_is_null() -> None:
     kit = StartUp(sources=["shim"])
     kit.command(2, 1, "check", 1, 3, code=None)

@@ -12,7 +12,7 @@ from stallscope.aggregate.state import State
 from stallscope.diagnose.lineage import TRAINER, WORKER, Lineage
 from stallscope.diagnose.spans import Span, covered, minus, union
 from stallscope.diagnose.startphases import Phase, phases, steady_ns
-from stallscope.diagnose.startwaits import Wait, Waits, is_for_child, is_pipe
+from stallscope.diagnose.startwaits import Wait, Waits, is_for_child, is_of_its_own, is_pipe
 from stallscope.diagnose.steps import StepsFound
 from stallscope.wire.kinship import is_service
 
@@ -38,6 +38,7 @@ class Command(NamedTuple):
         waited: the place where it was longest; None where nobody looked.
         ignored: whether who started it went on as if it had succeeded; None where it did, or that is not known.
         avoidable_ns: how long others waited for it while it waited itself; 0 where nobody did.
+        times, together_ns: how often its parent ran the same command, and what of those times was avoidable.
     """
 
     proc: int
@@ -53,6 +54,8 @@ class Command(NamedTuple):
     exit: Exit | None
     ignored: bool | None
     avoidable_ns: int
+    times: int = 1
+    together_ns: int = 0
 
 
 class StartUp(NamedTuple):
@@ -112,13 +115,28 @@ class _StartUp:
         end = steady if steady is not None else self._last_begin()
         commands = [self._command(p, end) for p in self._of_commands(end)]
         commands += [row for p in self._others.values() for row in self._own_waits(p, end)]
+        commands = self._together(commands)
         longest = sorted(commands, key=lambda c: (-c.avoidable_ns, -c.own_ns, c.from_ns, c.proc))[:MOST_COMMANDS]
         kept = sorted(longest, key=lambda c: (c.from_ns, c.proc))
-        worst = max(range(len(kept)), key=lambda i: kept[i].avoidable_ns, default=None)
-        if worst is not None and kept[worst].avoidable_ns < LEAST_NS:
+        worst = max(range(len(kept)), key=lambda i: (kept[i].together_ns, kept[i].avoidable_ns), default=None)
+        if worst is not None and kept[worst].together_ns < LEAST_NS:
             worst = None
         rows = phases(self._state, list(self._trainers.values()), self._steps)
         return StartUp(kept, rows, worst, steady, len(commands) - len(kept))
+
+    def _together(self, commands: list[Command]) -> list[Command]:
+        """Who looks again and again, `sleep` in between, waits as long as all of these together."""
+        alike: dict[tuple[int | None, bool, tuple[str, ...]], list[Command]] = defaultdict(list)
+        for one in commands:
+            parent = one.proc if one.is_itself else self._state.processes.table[one.proc].parent
+            alike[parent, one.is_itself, tuple(one.what)].append(one)
+        found = []
+        for group in alike.values():
+            spans = union(Span(one.from_ns, one.to_ns) for one in group)
+            ns = min(sum(one.avoidable_ns for one in group), covered(spans))
+            times = 1 if group[0].is_itself else len(group)
+            found += [one._replace(times=times, together_ns=ns if times > 1 else one.avoidable_ns) for one in group]
+        return found
 
     def _last_begin(self) -> int | None:
         """Without steps: the newest trainer's first launch, or first call; None where no trainer has come so far."""
@@ -233,7 +251,8 @@ class _StartUp:
         children = union(self._lasted(one) for one in self._family.get(process.proc, []))
         for w in self._waits.of(process.proc, until):
             # A launcher whose children run looks after them, however it waits.
-            looks_after = process.proc not in self._trainers or is_for_child(w.task) or is_pipe(w.task)
+            may_look = process.proc not in self._trainers and not is_of_its_own(w.task)
+            looks_after = may_look or is_for_child(w.task) or is_pipe(w.task)
             own = minus([w.span], children) if looks_after else [w.span]
             wait = w.within(own)
             if w.task.syscall is None or wait.ns < LEAST_NS or (w.task.file or "").startswith(TERMINALS):
