@@ -169,11 +169,11 @@ def test_who_is_a_crew(pipes: dict[int, set[int]]) -> None:
         target(10, None, ["torchrun"]), target(11, 10, SPAWNED),
     ]  # fmt: skip
     crews = Crews()
-    crews.find(people)
+    crews.find(people, 0)
     assert {proc: sorted(crew.workers) for proc, crew in crews.by_trainer.items()} == {1: [2, 3, 6]}
-    crews.find([target(1), *(target(20 + i, 1, SPAWNED) for i in range(MAX_WORKERS + 5))])
+    crews.find([target(1), *(target(20 + i, 1, SPAWNED) for i in range(MAX_WORKERS + 5))], 0)
     assert len(crews.by_trainer[1].workers) == MAX_WORKERS and crews.turned_away == 5
-    crews.find([])
+    crews.find([], 0)
     assert crews.by_trainer == {}
 
 
@@ -181,15 +181,28 @@ def test_pipes_of_the_dead_count_on(pipes: dict[int, set[int]]) -> None:
     trainer, worker = target(1), target(2, 1, SPAWNED)
     pipes.update({1001: {5, 6, 99}, 1002: {5, 99}})
     crews = Crews()
-    crews.find([trainer, worker])
+    crews.find([trainer, worker], 0)
     crew = crews.by_trainer[1]
     assert crew.pipes == {5, 6} and crew.holders == {5: {2}, 99: {2}}
     pipes[1002] = {6}
-    crews.find([trainer, worker])  # it let one go and lives
+    crews.find([trainer, worker], 0)  # it let one go and lives
     assert crew.holders.get(5, set()) == set() and crew.holders[6] == {2}
     pipes[1002] = set()
-    crews.find([trainer, worker])
+    crews.find([trainer, worker], 0)
     assert crew.holders[6] == {2}
+
+
+@pytest.mark.parametrize(("later_s", "holders"), [(59, {2}), (61, set())])
+def test_who_closes_its_pipe_and_ends_then(pipes: dict[int, set[int]], later_s: int, holders: set[int]) -> None:
+    trainer, worker = target(1), target(2, 1, SPAWNED)
+    pipes.update({1001: {5, 6}, 1002: {5}})
+    crews = Crews()
+    crews.find([trainer, worker], 0)
+    pipes[1002] = {6}  # its at-exit handlers run
+    crews.find([trainer, worker], 0)
+    crews.find([trainer, worker, target(3, 1)], later_s * 1000 * MS)
+    crews.find([trainer, target(3, 1)], later_s * 1000 * MS)
+    assert crews.by_trainer[1].holders[5] == holders
 
 
 def test_looks_add_up(pipes: dict[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from steps_kit import GRADIENTS, METRIC, MS, NORM, SCATTER, TP, Host, Operation
 
@@ -289,6 +289,8 @@ def _is_one_step(step: Sequence[Operation]) -> bool:
 
 
 @settings(max_examples=40, deadline=None)
+@example([SCATTER, TP, SCATTER, TP, SCATTER], 41, 1, 0)
+@example([SCATTER, TP, SCATTER, TP, SCATTER], 41, 2, 0)
 @given(STEP.filter(_is_one_step), st.integers(41, 60), st.integers(0, 40), st.integers(0, 2**32))
 def test_any_step_is_counted(step: list[Operation], usual: int, flat: int, seed: int) -> None:
     """Whatever a step consists of, and however many came before without operations: the count and the range."""

@@ -33,6 +33,7 @@ from stallscope.aggregate.limits import Overflow
 from stallscope.aggregate.ooms import OomKills
 from stallscope.aggregate.operations import Operations
 from stallscope.aggregate.process import Link, Process, Processes
+from stallscope.aggregate.rounds import Rounds
 from stallscope.aggregate.sites import Sites
 from stallscope.aggregate.table import table_rows
 from stallscope.aggregate.witnesses import Witnesses
@@ -113,6 +114,7 @@ class State:
         self.beginnings = Beginnings(self.overflow)
         self.flight = Flight(self.overflow)
         self.hosts = Hosts(self.overflow)
+        self.rounds = Rounds(self.overflow)
         self.crews = Crews(self.overflow)
         self.oom_kills = OomKills(self.overflow)
         self.sites = Sites(self.overflow)
@@ -136,7 +138,7 @@ class State:
             Kind.NOTE: self._note,
             Kind.TICK: self._tick,
             Kind.HOST: self.hosts.look,
-            Kind.STACK: self.hosts.stack,
+            Kind.STACK: lambda body: (self.rounds.add if "round_ns" in body else self.hosts.stack)(body),
             Kind.SUSPECT: self.hosts.suspect,
             Kind.COMM: self._comm,
             Kind.COMMS: self._comms,

@@ -17,6 +17,7 @@ from stallscope.capture.contexts import Contexts
 from stallscope.capture.costs import Costs
 from stallscope.capture.forward import Poller
 from stallscope.capture.gaps import Totals
+from stallscope.capture.longwaits import LongWaits
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.rings import Thread
@@ -92,6 +93,7 @@ class Loop(ABC):
         self._start_places = StartPlaces(outbox.send, self._clock)
         self._stacks = Stacks(outbox.send, self._clock, parser)
         self._suspicion = Suspicion(self._open_tap, self._callers, outbox.send, self._clock, self._stacks)
+        self._long_waits = LongWaits(self._stacks.want)
         self._workers = Workers(outbox.send, self._clock, self._inside)
         self._next_tick_ns = self._next_slow_ns = 0
         self._told_flying = False
@@ -176,7 +178,9 @@ class Loop(ABC):
         self._workers.find(self.population.live(), now)
         flying = self._send_inflight(now, final=False)
         suspected = self._suspicion.on
-        self._suspicion.judge(now, flying, self.population.live())
+        live = self.population.live()
+        self._suspicion.judge(now, flying, live)
+        self._long_waits.judge(now, flying, live, self._suspicion.idle(), self._suspicion.since_ns)
         if self.poller is not None and self._suspicion.on and not suspected:
             self.poller.ask()
         if told:
@@ -289,6 +293,7 @@ class Loop(ABC):
         """What should never happen; where it did, numbers above may be too small."""
         unseen = {
             "programs were not asked what they waited for": self._start_places.turned_away,
+            "processes' threads were not looked at: too many waited at a time": self._stacks.turned_away,
             "workers at a time were not looked at: there are too many": self._workers.crews.turned_away,
         }
         for what, count in (self._oddities() | unseen).items():

@@ -248,6 +248,14 @@ def threads_of(pid: int) -> list[int]:
         return []
 
 
+def thread_name(pid: int, tid: int) -> str:
+    """Empty when the thread is gone."""
+    try:
+        return clean(_read(f"{pid}/task/{tid}", "comm", 64).decode("utf-8", "replace").removesuffix("\n"))
+    except OSError:
+        return ""
+
+
 def children_of(pid: int) -> list[int]:
     """All live descendants, parents first."""
     found: list[int] = []

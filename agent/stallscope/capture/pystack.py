@@ -13,7 +13,7 @@ from stallscope.capture.pycode import CodeReader, PyFrame
 from stallscope.capture.pyconfig import Python, thread_states, u64
 from stallscope.capture.pylayout import NO_CFRAME
 
-__all__ = ["MAX_FRAMES", "UNSTEADY", "NotThere", "frames_now"]
+__all__ = ["MAX_FRAMES", "UNSTEADY", "NotThere", "frames_now", "frames_of", "states_now"]
 
 MAX_FRAMES, ATTEMPTS = 128, 5
 UNSTEADY = PyFrame(0, 0, 0)
@@ -41,7 +41,26 @@ def frames_now(pid: int, python: Python, reader: CodeReader, tid: int) -> list[P
     Raises:
         NotThere: it is no thread of Python's, runs no Python code, or did not stand still for a moment.
     """
-    state = _state_of(pid, python, tid)
+    state = states_now(pid, python).get(tid)
+    if state is None:
+        raise NotThere("the thread is none of Python's")
+    return frames_of(pid, python, reader, state)
+
+
+def states_now(pid: int, python: Python) -> dict[int, int]:
+    """PyThreadState of each thread, by the thread's number in its own pid namespace."""
+    native = python.layout.native_id
+    return {
+        u64(pid, state + native) if native else u64(pid, thread + PTHREAD_TID) & 0xFFFFFFFF: state
+        for state, thread in reversed(thread_states(pid, python))
+    }
+
+
+def frames_of(pid: int, python: Python, reader: CodeReader, state: int) -> list[PyFrame]:
+    """Frames of the thread of that PyThreadState, as `frames_now` has them. Raises NotThere."""
+    walked: list[_Walked] = []
+    again: list[_Walked] = []
+    signed: list[PyFrame] = []
     for _ in range(ATTEMPTS):
         walked = _walk(pid, python, state)
         signed = [PyFrame(w.code, w.instr, reader.sign(w.code)) for w in walked]
@@ -58,15 +77,6 @@ def _common_end(one: list[_Walked], other: list[_Walked]) -> int:
     """How many of the outermost frames are the same."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _state_of(pid: int, python: Python, tid: int) -> int:
-    native = python.layout.native_id
-    for state, thread in thread_states(pid, python):
-        number = u64(pid, state + native) if native else u64(pid, thread + PTHREAD_TID) & 0xFFFFFFFF
-        if number == tid:
-            return state
-    raise NotThere("the thread is none of Python's")
 
 
 def _walk(pid: int, python: Python, state: int) -> list[_Walked]:

@@ -21,7 +21,7 @@ from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import HOOKS
 
-__all__ = ["EARLY_NS", "Suspicion"]
+__all__ = ["EARLY_NS", "MAY_WAIT", "Suspicion"]
 
 SUSPECT_NS = 1_000_000_000
 EARLY_NS = 200_000_000
@@ -102,6 +102,15 @@ class Suspicion:
     @property
     def on(self) -> bool:
         return self._plan is not None
+
+    @property
+    def since_ns(self) -> int | None:
+        """When the block began; None while there is none."""
+        return self._plan.since_ns if self._plan else None
+
+    def idle(self) -> list[Target]:
+        """Processes with NCCL that are inside no call: who is waited for is among them."""
+        return [target for target in self._targets if target.proc not in self._inside][:MAX_STACKS]
 
     def judge(self, now: int, flying: list[Flying], targets: list[Target]) -> None:
         """`flying`: rows as INFLIGHT frames have them."""

@@ -114,7 +114,7 @@ class Workers:
     def find(self, targets: list[Target], now: int) -> None:
         """Whom to look at, and tell what was seen since the tick before."""
         self._tell(now)
-        self.crews.find(targets)
+        self.crews.find(targets, now)
         there = {target.proc for target in targets}
         self._trainers = {proc: seen for proc, seen in self._trainers.items() if proc in self.crews.by_trainer}
         self._workers = {proc: seen for proc, seen in self._workers.items() if proc in there}

@@ -197,6 +197,11 @@ def _unmarked(rows: Array, anchor: Anchor, stretch: _Stretch) -> tuple[Array, bo
         (_by_clock(rows, clock, stretch) for clock in anchor.clocks), key=_length, default=(nothing, True)
     )
     agree = {len(vote) for vote in votes}
+    front = _in_front(rows, anchor, stretch, waits, votes[0]) if len(agree) == 1 and not against else 0
+    if front:
+        if front < 2:  # one alone has no rhythm
+            return _fitting(rows, anchor, stretch, votes), False
+        return np.concatenate([waits[:front], _fitting(rows, anchor, stretch, votes)]), sure and len(votes) > 1
     if len(agree) == 1 and not against and (len(votes) > 1 or len(votes[0]) in (1, len(waits)) or not len(waits)):
         votes += [waits] if len(waits) in agree else []
         sure = len(votes) > 1
@@ -214,10 +219,23 @@ def _unmarked(rows: Array, anchor: Anchor, stretch: _Stretch) -> tuple[Array, bo
         return nothing, stretch.begins
     if against >= times and len(waits) < CHAIN:
         return nothing, stretch.begins
+    return _fitting(rows, anchor, stretch, [vote for vote in votes if len(vote) == many]), times > 1 or sure
+
+
+def _fitting(rows: Array, anchor: Anchor, stretch: _Stretch, votes: list[Array]) -> Array:
+    """The ends behind which most nearly as many operations come up to the mark as usual."""
     usual = anchor.length - len(anchor.after)
-    ends = [vote for vote in votes if len(vote) == many]
-    chosen = min(ends, key=lambda vote: abs(_operations(rows, int(vote[-1]) + 1, stretch.high) - usual))
-    return chosen, times > 1 or sure
+    return min(votes, key=lambda vote: abs(_operations(rows, int(vote[-1]) + 1, stretch.high) - usual))
+
+
+def _in_front(rows: Array, anchor: Anchor, stretch: _Stretch, waits: Array, ends: Array) -> int:
+    """How many of the waits are of steps without operations, in front of those whose operations tell their ends."""
+    front = len(waits) - len(ends) if stretch.ends else 0
+    part = rows[stretch.low : stretch.high]
+    issued = stretch.low + np.flatnonzero((part["kind"] == NCCL) & np.isin(part["key"], list(anchor.calls)))
+    if front <= 0 or not len(issued) or waits[front - 1] > issued[0]:
+        return 0
+    return front
 
 
 def _length(found: tuple[Array, bool]) -> int:

@@ -22,6 +22,7 @@ from stallscope.output.flight import flight_rows
 from stallscope.output.gpu import gpu_rows, witness_rows
 from stallscope.output.incidents import Names, collective_rows, episode_rows, incident_rows
 from stallscope.output.lineage import context_row, time_outs
+from stallscope.output.rounds import thread_rows
 from stallscope.output.rows import Row, bound, since
 from stallscope.output.startup import startup_notes, startup_rows
 from stallscope.output.steps import steps_row
@@ -55,6 +56,7 @@ def build_report(state: State, findings: Findings) -> Row:
         "communicators": lambda: communicators,
         "collectives": lambda: collective_rows(findings),
         "in_flight": lambda: flight_rows(state),
+        "blocked_threads": lambda: thread_rows(state),
         "stalls": lambda: [_stall(state, accounting, s) for s in stalls(state)] + data_stalls(state, lineage),
         "episodes": lambda: episode_rows(state, findings, names),
         "incidents": lambda: incident_rows(state, findings, names),

@@ -13,6 +13,7 @@ from stallscope.aggregate.faults import Faults
 from stallscope.output.gpu import gpu_lines
 from stallscope.output.header import counted, ends, subject, traced
 from stallscope.output.remarks import remarks
+from stallscope.output.rounds import threads_section
 from stallscope.output.rows import Row
 from stallscope.output.startup import startup_section
 from stallscope.output.stdout import printable
@@ -47,7 +48,7 @@ def render(report: Row, width: int, *, tty: bool) -> str:
         markup=False, emoji=False,
     )  # fmt: skip
     sections = (blocks, _header, no_blocks, episodes, startup_section, steps_section, workers_section, _flight, waits)
-    more = (lines, _enqueues, _communicators, executed, _others, _errors, tree, ends_section, _remarks)
+    more = (lines, threads_section, _enqueues, _communicators, executed, _others, _errors, tree, ends_section, _remarks)
     faults = Faults()
     for section in (*sections, *more):
         with faults.held(f"showing {section.__name__.strip('_')}"):
