@@ -186,10 +186,11 @@ def test_who_looks_again_and_again() -> None:
         kit.sees(3 + number, 3.3 + number, "clock_nanosleep")
     kit.train(9, 7, 9)
     told = kit.told()
-    assert told["sleep"]["largest"] and (told["sleep"]["times"], told["sleep"]["together_ns"]) == (4, 2 * S)
+    assert (told["sleep"]["times"], told["sleep"]["together_ns"]) == (4, 2 * S)
     assert (told["check"]["times"], told["check"]["together_ns"]) == (1, 1.5 * S)
-    assert sum(row["largest"] for row in kit.full["startup"] if "command" in row) == 1
-    assert "2.00 s in 4 times: `sleep 0.5` (pid 1" in " ".join(render(kit.full, 200, tty=False).split())
+    assert [r["proc"] for r in kit.full["startup"] if "command" in r and r["largest"]] == [3]
+    text = " ".join(render(kit.full, 200, tty=False).split())
+    assert "2.00 s in 4 times: `sleep 0.5` (pid 103, by launch.sh)" in text and text.count("`sleep 0.5`") == 1
 
 
 def test_the_same_command_beside_itself_counts_once() -> None:

@@ -14,7 +14,7 @@ from stallscope.wire.secrets import words_without_secrets
 __all__ = ["Block", "Facts", "Mapping", "children_of", "clean", "environment_of", "execed_facts", "executable_mappings",
            "facts_of", "forked_facts",
            "is_leaderless", "live_path", "name_of", "own_tid", "parent_of", "probe_area", "rank_words", "seccomp_mode",
-           "start_ns_of_ticks", "threads_of", "vdso_of"]  # fmt: skip
+           "start_ns_of_ticks", "task_name", "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)", re.MULTILINE)
@@ -161,6 +161,11 @@ def _cmdline(pid: int) -> list[str]:
 def name_of(pid: int) -> str:
     """Its name, as in `facts_of`. Raises OSError."""
     return clean(_read(pid, "comm", 64).decode("utf-8", "replace").removesuffix("\n"))
+
+
+def task_name(comm: bytes) -> str:
+    """A name as the kernel keeps it, padded with zeros."""
+    return clean(comm.partition(b"\0")[0].decode("utf-8", "replace"))
 
 
 def live_path(pid: int) -> str:

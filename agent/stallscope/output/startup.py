@@ -99,7 +99,9 @@ def startup_section(report: Row, page: Console) -> None:
     rows = report["startup"]
     commands = [row for row in rows if "command" in row]
     worst = [row for row in commands if row["largest"]]
-    others = sorted((r for r in commands if not r["largest"] and r["own_ns"] >= LEAST_NS), key=lambda r: -r["own_ns"])
+    told = {(r["command"], r["by"]) for r in worst if r["times"] > 1}
+    rest = (r for r in commands if not r["largest"] and (r["command"], r["by"]) not in told)
+    others = sorted((r for r in rest if r["own_ns"] >= LEAST_NS), key=lambda r: -r["own_ns"])
     way = _way(report, [row for row in rows if "command" not in row])
     if not worst and not others and not way:
         return
