@@ -22,6 +22,7 @@ MOST_COMMANDS, MOST_WAITS, MOST_LOOKED = 64, 16, 512
 SHORTEST_NS = 50_000_000
 DEPTH = 16
 LEAST_NS = 200_000_000  # what is shorter is nothing to act on
+APART_NS = 100_000_000  # commands of a pipe begin nearer to one another
 SLEEPS = ("nanosleep", "clock_nanosleep")  # who looks after children again and again
 TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
@@ -174,7 +175,8 @@ class _StartUp:
         own = self._own(process, lasted)
         waits = self._waits.of(process.proc, lasted.to_ns)
         waited = max((w.within(own) for w in waits), key=lambda w: w.ns, default=None)
-        blocked = sum(w.ns for w in (w.within(own) for w in waits) if w.task.syscall and not is_for_child(w.task))
+        alone = minus(own, self._later(process))
+        blocked = sum(w.ns for w in (w.within(alone) for w in waits) if w.task.syscall and not is_for_child(w.task))
         awaited = blocked >= LEAST_NS and self._awaited(process, end)
         program = self._programs(process)[-1]
         parent = self._state.beginnings.program_at(process.parent or 0, lasted.from_ns)
@@ -210,6 +212,20 @@ class _StartUp:
 
     def _reads_pipe(self, process: Process) -> bool:
         return any(is_pipe(w.task) for w in self._waits.of(process.proc, self._lasted(process).to_ns))
+
+    def _later(self, process: Process) -> list[Span]:
+        """When those ran that were started while it ran: it is in the background then, and they are waited for."""
+        found: list[Span] = []
+        for _ in range(DEPTH):
+            lasted, parent = self._lasted(process), self._state.processes.table.get(process.parent or 0)
+            if parent is None:
+                break
+            family = (self._lasted(one) for one in self._family.get(parent.proc, []))
+            found += [span for span in family if lasted.from_ns + APART_NS <= span.from_ns < lasted.to_ns]
+            if parent.proc in self._others:
+                break
+            process = parent
+        return found
 
     def _awaited(self, process: Process, end: int | None) -> bool:
         """Whether who started it waited for it, and others for him, up to a launcher or trainer.
