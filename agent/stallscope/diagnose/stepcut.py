@@ -65,8 +65,8 @@ def cut(
         is_end: nothing comes behind these rows: likewise.
         is_open: more rows come: the last mark is left to them, since what belongs to its step may be among them.
     """
-    places, found = marks(rows, anchor.kind, anchor.order)
-    places = places[found == np.uint64(anchor.mark)]
+    places, what = marks(rows, anchor.kind, anchor.order)
+    places = places[what == np.uint64(anchor.mark)]
     last = int(places[-1]) if len(places) else 0
     places = places[:-1] if is_open else places
     if not len(places):
@@ -76,7 +76,8 @@ def cut(
     head = _Stretch(0, int(places[0]) + 1, False, True, int(places[0]) + 1, tail)
     more, sure = _unmarked(rows, anchor, head) if is_first else (none, True)
     if anchor.kind != NCCL:
-        return _by_waits(rows, sums, anchor, places, more, before_n)
+        found = _by_waits(rows, sums, anchor, places, more, before_n)
+        return found._replace(sure=found.sure and sure)
     extra, in_front = [more], len(more)
     for at in _longer(rows, sums, anchor, places):
         high = int(places[at + 1]) + 1
@@ -123,7 +124,8 @@ def _with_rest(rows: Array, anchor: Anchor, places: Array, upto: int) -> Array:
     ends = places.copy()
     size = len(anchor.after)
     padded = np.concatenate([keys, np.zeros(size, np.uint64)])
-    whole = (padded[first[:, None] + np.arange(size)] == np.array(anchor.after, np.uint64)).all(axis=1)
+    whole = first + size <= len(issued)
+    whole &= (padded[first[:, None] + np.arange(size)] == np.array(anchor.after, np.uint64)).all(axis=1)
     ends[whole] = issued[first[whole] + size - 1]
     for at in np.flatnonzero(~whole).tolist():
         next_place = int(places[at + 1]) if at + 1 < len(places) else upto
