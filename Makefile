@@ -22,7 +22,7 @@ MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 SHIM := $(BUILD)/shim/libstallscope.so
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
-.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-culprit test-shim test-gpu lint fuzz bench clean
+.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-culprit test-shim test-unseen test-gpu lint fuzz bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -113,6 +113,9 @@ test-culprit: build ## every fault, hosts in step and ahead, three seeds, attach
 	$(Q)code=0; $(PY) -m tests.culprit --mode all --seeds 3 || code=1; $(PY) -m tests.culprit --via shim --seeds 3 || code=1; \
 	STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_LONG_TESTS=1 STALLSCOPE_HEALTHY_SECONDS=600 $(PY) -m pytest -v tests/culprit/test_long.py tests/culprit/test_losses.py || code=1; \
 	STALLSCOPE_MODEL_SEEDS=100 $(PY) -m pytest -v tests/model || code=1; exit $$code
+
+test-unseen: build ## programs that those who wrote the lineage of processes had not seen: what is said of them (5 minutes)
+	$(Q)$(PY) -m tests.lineage_unseen
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
 	$(Q)sh tests/gpu/run.sh

@@ -209,6 +209,16 @@ def test_who_looks_again_and_again() -> None:
     assert "2.00 s in 4 times: `sleep 0.5` (pid 103, by launch.sh)" in text and text.count("`sleep 0.5`") == 1
 
 
+def test_what_was_too_short_for_a_look_is_like_those_that_were_looked_at() -> None:
+    kit = StartUp()
+    kit.sees(1, 0.1, "wait4")
+    for number in range(10):
+        kit.command(2 + number, 1, "sleep 0.2", 1 + number / 4, 1.25 + number / 4)
+    kit.sees(5, 1.98, "clock_nanosleep")
+    kit.train(20, 4, 9)
+    assert kit.told()["sleep"]["together_ns"] == pytest.approx(2.5 * S)
+
+
 def test_the_same_command_beside_itself_counts_once() -> None:
     kit = StartUp()
     kit.sees(1, 0.1, "wait4")

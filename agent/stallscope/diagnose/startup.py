@@ -134,7 +134,10 @@ class _StartUp:
         found = []
         for group in alike.values():
             spans = union(Span(one.from_ns, one.to_ns) for one in group)
-            ns = min(sum(one.avoidable_ns for one in group), covered(spans))
+            ns = sum(one.avoidable_ns for one in group)
+            if ns:  # those that ended before anybody looked are taken to have done the same
+                ns += sum(one.own_ns for one in group if one.waited is None)
+            ns = min(ns, covered(spans))
             times = 1 if group[0].is_itself else len(group)
             found += [one._replace(times=times, together_ns=ns if times > 1 else one.avoidable_ns) for one in group]
         return found
