@@ -22,7 +22,7 @@ MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 SHIM := $(BUILD)/shim/libstallscope.so
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
-.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-culprit test-shim test-daemon test-gpu test-packages natives dist lint fuzz bench clean
+.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-culprit test-shim test-daemon test-unseen test-gpu test-packages natives dist lint fuzz bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -143,6 +143,9 @@ test-daemon: build ## the daemon: all its tests, with 500 processes that start a
 test-packages: dist ## the wheel on Debian 12 and 13 without compilers, the sdist, the manifests (10 minutes; debootstrap, 600 MB)
 	$(Q){ $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[packages]'; } $(QUIET)
 	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest -v -s tests/packages
+
+test-unseen: build ## programs that those who wrote the lineage of processes had not seen: what is said of them (5 minutes)
+	$(Q)$(PY) -m tests.lineage_unseen
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
 	$(Q)sh tests/gpu/run.sh

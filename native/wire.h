@@ -44,7 +44,7 @@ enum wire_kind {
   WIRE_DONE = 2,      /* a paired call returned */
   WIRE_ABANDONED = 3, /* the thread ended, or its process execed, inside the call */
   WIRE_FORK = 4,      /* a[0] child tgid, a[1] its slot or 0 when no slot was free */
-  WIRE_EXEC = 5,      /* a[0] tid before the exec; a[1]: 1 = not in the main thread */
+  WIRE_EXEC = 5,      /* a[0] tid before the exec, 1 << 32 = not in the main thread; a[1], a[2] its new name */
   WIRE_EXIT = 6,      /* a[0] exit code as wait(2) encodes it; the last thread of the process */
   WIRE_STARTED = 7,   /* the GPU began the operation; hook, n and a[] of its communicator as in its WIRE_ENTER */
   WIRE_FINISHED = 8,  /* likewise: this GPU has ended its part */

@@ -71,7 +71,9 @@ ON("raw_tracepoint/sched_process_exec") int on_exec(raw_ctx *ctx) {
 #pragma unroll
     for (int j = 0; j < WIRE_RANGES; j++) places->to[j] = 0;
   }
-  tell_life(WIRE_EXEC, id, *s & PROC_SLOT, old & 0xffffffff, moved, 0);
+  u64 name[2] = {};
+  bpf_get_current_comm(name, sizeof(name));
+  tell_life(WIRE_EXEC, id, *s & PROC_SLOT, (old & 0xffffffff) | (u64)moved << 32, name[0], name[1]);
   return 0;
 }
 

@@ -108,7 +108,7 @@ def test_names_that_it_gave_itself(world: World) -> None:
     target = world.python(text)
     world.look()
     body = world.told(target)
-    assert body["own"] == {"LOCAL_RANK": "1", "TRACEPARENT": "https://[cut]@h"} and body["gone"] == []
+    assert body["own"] == {"LOCAL_RANK": "1", "RANK": "4", "TRACEPARENT": "https://[cut]@h"} and body["gone"] == []
     assert body["env"]["RANK"] == "3"  # what it was started with
     assert "hunter2" not in json.dumps(world.sent.of(Kind.CONTEXT))
 

@@ -135,6 +135,20 @@ def test_where_a_thread_is() -> None:
     assert where_is(child.pid, child.pid) is None and pipes_of(child.pid) == set()
 
 
+def test_a_path_is_told_and_is_no_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "pipe:[7]"
+    os.mkfifo(path)
+    child = subprocess.Popen(["cat", "pipe:[7]"], cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 10
+        while (found := where_is(child.pid, child.pid)) and found.syscall != "openat" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found == Whereabouts("openat", ("pipe:[7]",)) and found.pipes == set()
+    finally:
+        child.kill()
+        child.wait()
+
+
 @pytest.fixture
 def pipes(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
     """Which pipes a pid holds."""

@@ -50,6 +50,23 @@ def test_thread_in_a_read(reader: tuple[subprocess.Popen[str], Path]) -> None:
     assert thread.cpu_ns >= 0
 
 
+@pytest.mark.parametrize(("makes", "begins"), [
+    ("s = socket.socketpair(); p.register(s[0], 1)", "socket:["),
+    ("s = socket.socketpair(); p.register(s[0], 1); p.register(s[1], 1)", None),
+    ("p.register(os.pidfd_open(os.getpid()), 1)", None),
+])  # fmt: skip
+def test_the_only_file_that_is_polled(makes: str, begins: str | None) -> None:
+    process = run(f"import os, select, socket; p = select.poll(); {makes}; print('ready'); p.poll()")
+    try:
+        time.sleep(0.2)
+        (thread,) = read_threads(process.pid, [])
+        assert thread.syscall == "poll"
+        assert thread.file is None if begins is None else (thread.file or "").startswith(begins)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_at_most_so_many_threads_the_main_one_and_callers_first() -> None:
     """16, whatever there is; a number that is no thread of it is left out."""
     stop = threading.Event()

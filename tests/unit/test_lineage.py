@@ -55,7 +55,7 @@ class Family(Kit):
         return {proc: lineage.role(proc) for proc in state.processes.table}
 
     def told(self, proc: int) -> dict[str, tuple[str, int, bool | None]]:
-        return {name: tuple(told) for name, told in Lineage(self.state()).context(proc).items()}  # type: ignore[misc]
+        return {name: told[:3] for name, told in Lineage(self.state()).context(proc).items()}
 
 
 def test_a_torchrun_job() -> None:
@@ -257,6 +257,27 @@ def test_the_tree_for_a_person() -> None:
     alone = Family()
     alone.person(1, None, TRAIN)
     assert "\nprocesses\n" not in render(alone.bye().report(), 80, tty=False)
+
+
+def test_a_value_that_was_replaced() -> None:
+    """What it was started with is lost; what it has in its place is told, and counts."""
+    kit = Family()
+    mine = TRACE.replace("4bf92f35", "ffffffff")
+    kit.person(
+        1,
+        None,
+        TRAIN,
+        env={"TRACEPARENT": TRACE, "NCCL_TIMEOUT": "60"},
+        own={"TRACEPARENT": mine, "NCCL_TIMEOUT": "120"},
+    )
+    kit.person(2, 1, ["title"], env={"TRACEPARENT": TRACE}, overwritten=True, own={"TRACEPARENT": mine})
+    kit.rank(1)
+    report = kit.bye().report()
+    rows = [one(report["processes"], proc=proc)["trace_context"]["TRACEPARENT"] for proc in (1, 2)]
+    assert rows[0] == {"value": TRACE, "from": 1, "lost": True, "now": mine}
+    assert rows[1] == {"value": TRACE, "from": 2, "lost": None, "now": mine}
+    assert "time-out of the job: 2 min (NCCL_TIMEOUT)" in report["capture"]["notes"]
+    assert "trainer, trace ffffffff.. by itself, not 4bf92f35..\n" in render(report, 80, tty=False)
 
 
 def test_the_tree_stays_short() -> None:

@@ -200,6 +200,17 @@ def test_the_young_are_looked_at_later(world: World) -> None:
     assert world.looked[3:] == [14]
 
 
+def test_who_is_gone_at_its_exec_ran_another_program(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name comes with the record, its command line is not known: it is not its parent's."""
+    monkeypatch.setattr(module, "execed_facts", lambda facts: os.stat("/nonexistent"))
+    world.population.adopt([10])
+    world.fork(10, 11)
+    world.happens(EXEC, 11, 11, *struct.unpack("<2Q", b"yes\x1b".ljust(16, b"\0")))
+    world.deliver()
+    (image,) = (body for kind, body in world.frames if kind == Kind.IMAGE)
+    assert (image["name"], image["cmdline"]) == ("yes\\x1b", [])
+
+
 def test_an_end_whose_record_is_under_way(world: World) -> None:
     """The pidfd tells before the ring does: the exit code in the ring counts. Without a record, none is known."""
     world.population.adopt([10])

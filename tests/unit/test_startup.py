@@ -137,6 +137,22 @@ def test_a_command_in_the_background_holds_nobody_up() -> None:
     assert kit.largest() is None
 
 
+@pytest.mark.parametrize(("later_s", "largest"), [(0.01, "holder"), (0.3, "flock")])
+def test_who_waits_for_one_in_the_background(later_s: float, largest: str) -> None:
+    """A shell that starts something else did not wait for the first one; the commands of a pipe begin together."""
+    kit = StartUp()
+    kit.begin(2, 1, ["sh", "-c", "holder"], 1)
+    kit.command(3, 2, "holder", 1, 4)
+    kit.end(2, 4)
+    kit.command(4, 1, "flock lock true", 1 + later_s, 4)
+    for proc, syscall in ((1, "wait4"), (2, "wait4"), (3, "pause"), (4, "flock")):
+        kit.sees(proc, 1.6, syscall, "lock" if proc == 4 else None)
+    kit.train(9, 5, 9)
+    assert kit.largest() == largest
+    if largest == "flock":
+        assert kit.told()["holder"]["avoidable_ns"] == pytest.approx(later_s * S)
+
+
 def test_what_computes_is_no_wait() -> None:
     kit = StartUp()
     kit.command(2, 1, "nvcc x.cu", 1, 9)
@@ -156,6 +172,60 @@ def test_the_launcher_itself() -> None:
     (row,) = (r for r in kit.rows() if r["what"] == "wait")
     assert (row["at_ns"], row["duration_ns"], row["duration_ns_is"]) == (0, 6 * S, "estimated")
     assert row["largest"] and row["waited_for"]["file"] == "/run/ready" and row["exit"] is None
+
+
+@pytest.mark.parametrize(("syscall", "file", "largest"), [
+    ("openat", "/run/fifo", True), ("read", "/run/fifo", True), ("flock", "/run/lock", True), ("poll", "socket:[1]", False),
+    ("read", "pipe:[7]", False), ("clock_nanosleep", None, False),
+])  # fmt: skip
+def test_a_launcher_that_waits_for_a_name_while_a_child_runs(syscall: str, file: str | None, largest: bool) -> None:
+    """Nobody looks after children by opening, locking or reading a file; otherwise it is taken to do so."""
+    kit = StartUp()
+    kit.begin(2, 1, ["server"], 1)
+    kit.sees(2, 1.2, None)
+    kit.sees(1, 0.5, "wait4")
+    kit.sees(1, 1.4, syscall, file, last_s=1.2)
+    kit.sees(1, 4.2, "wait4", last_s=4.0)
+    kit.train(3, 5, 9)
+    rows = [row for row in kit.rows() if row["what"] == "wait" and row["largest"]]
+    assert [row["waited_for"]["file"] for row in rows] == ([file] if largest else [])
+
+
+def test_who_looks_again_and_again() -> None:
+    """Four times 0.5 s of one command are more than 1.5 s of another one."""
+    kit = StartUp()
+    kit.sees(1, 0.1, "wait4")
+    kit.command(2, 1, "check", 1, 2.5)
+    kit.sees(2, 1.2, "read", "/x")
+    for number in range(4):
+        kit.command(3 + number, 1, "sleep 0.5", 3 + number, 3.5 + number)
+        kit.sees(3 + number, 3.3 + number, "clock_nanosleep")
+    kit.train(9, 7, 9)
+    told = kit.told()
+    assert (told["sleep"]["times"], told["sleep"]["together_ns"]) == (4, 2 * S)
+    assert (told["check"]["times"], told["check"]["together_ns"]) == (1, 1.5 * S)
+    assert [r["proc"] for r in kit.full["startup"] if "command" in r and r["largest"]] == [3]
+    text = " ".join(render(kit.full, 200, tty=False).split())
+    assert "2.00 s in 4 times: `sleep 0.5` (pid 103, by launch.sh)" in text and text.count("`sleep 0.5`") == 1
+
+
+def test_what_was_too_short_for_a_look_is_like_those_that_were_looked_at() -> None:
+    kit = StartUp()
+    kit.sees(1, 0.1, "wait4")
+    for number in range(10):
+        kit.command(2 + number, 1, "sleep 0.2", 1 + number / 4, 1.25 + number / 4)
+    kit.sees(5, 1.98, "clock_nanosleep")
+    kit.train(20, 4, 9)
+    assert kit.told()["sleep"]["together_ns"] == pytest.approx(2.5 * S)
+
+
+def test_the_same_command_beside_itself_counts_once() -> None:
+    kit = StartUp()
+    kit.sees(1, 0.1, "wait4")
+    for number in (2, 3):
+        kit.command(number, 1, "wait-for db", 1, 4)
+        kit.sees(number, 1.2, "connect", "socket:[3]")
+    assert kit.told()["wait-for"]["together_ns"] == 3 * S
 
 
 def test_no_status_is_null() -> None:

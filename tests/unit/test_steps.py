@@ -114,6 +114,32 @@ def test_evaluations_are_no_steps_and_are_told(every: int) -> None:
     assert sum(one.number for one in found.ranges) == len(firsts)
 
 
+@pytest.mark.parametrize("item_first", [True, False])
+def test_an_evaluation_without_operations_is_none_at_the_end_either(item_first: bool) -> None:
+    host = Host()
+    for number in range(120):
+        if item_first:
+            host.step()
+        else:
+            host.operation(NORM)
+            host.item()
+            host.tick()
+        if number in (49, 119):
+            for _ in range(10):
+                host.item()
+    found = host.over().found()
+    assert found.parts[0].number == 120 and found.ranges == []
+
+
+def test_first_steps_that_are_others_in_an_attach_are_told_against_the_usual_ones() -> None:
+    """The first one counts as usual, since its begin was not seen: what is usual is not what is left of it."""
+    host = Host(created=False)
+    for number in range(150):
+        host.step((METRIC, NORM) if number < 60 else (NORM,))
+    (one,) = host.over(exits=False).found().ranges
+    assert (one.first, one.last, one.says) == (2, 60, "1 more ncclAllReduce of 2 float32")
+
+
 @pytest.mark.parametrize("micro", [2, 4, 8])
 def test_gradient_accumulation_is_part_of_a_step(micro: int) -> None:
     """The optimizer's step counts, whether or not the micro steps exchange anything."""

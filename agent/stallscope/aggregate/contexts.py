@@ -20,7 +20,7 @@ class Context(NamedTuple):
         overwritten: the process wrote something else over that block.
         seen: whether libc's own environment could be read, and then
         gone: what was no longer there of `env`,
-        own: what was there besides.
+        own: what was there besides, or with another value.
     """
 
     env: dict[str, str] | None

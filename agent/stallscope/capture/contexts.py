@@ -103,7 +103,7 @@ class Contexts:
             "overwritten": block is not None and block.is_overwritten,
             "seen": live is not None,
             "gone": [] if live is None else sorted(known.keys() - live.keys()),
-            "own": {} if live is None else {name: value for name, value in live.items() if name not in known},
+            "own": {} if live is None else {name: value for name, value in live.items() if known.get(name) != value},
         }
 
     def _tell(self, target: Target, entry: _Entry, now: int, body: dict[str, Any]) -> None:

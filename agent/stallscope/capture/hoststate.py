@@ -13,6 +13,7 @@ from typing import NamedTuple
 from stallscope.capture.blocked import read_up
 from stallscope.capture.procfs import clean
 from stallscope.capture.syscalls import TAKES_FD, TAKES_PATH, syscall_name
+from stallscope.capture.whereabouts import POLLS, polled_files
 
 __all__ = ["MAX_THREADS", "HostThread", "WrittenFiles", "read_thread", "read_threads"]
 
@@ -84,24 +85,29 @@ def _wchan(folder: str) -> str | None:
 
 
 def _syscall(pid: int, folder: str) -> tuple[str | None, str | None]:
-    """Name of the system call that the thread is in, and the file: what its first argument is open on, or the path that
-    it was given."""
+    """Name of the system call that the thread is in, and the file: what its first argument is open on, the path that it
+    was given, or the only one that it polls."""
     try:
         words = _read(f"{folder}/syscall").split()
         number = int(words[0])  # "running" is no number
+        arguments = [int(word, 16) for word in words[1:7]]
     except (OSError, ValueError, IndexError):
         return None, None
     if number < 0:
         return None, None  # it waits outside of a system call: a page fault
     name = syscall_name(number)
     place = TAKES_PATH.get(name)
-    if place is not None and len(words) > place + 1:
-        path = read_up(pid, int(words[place + 1], 16), MAX_TEXT).split(b"\0", 1)[0]
+    if place is not None and len(arguments) > place:
+        path = read_up(pid, arguments[place], MAX_TEXT).split(b"\0", 1)[0]
         return name, _text(path) or None
-    if name not in TAKES_FD or len(words) < 2:
+    if name in POLLS and len(arguments) > 1:
+        files = polled_files(pid, pid, arguments)
+        # A pidfd, an event or a timer is no file that a reader could look up.
+        return name, files[0] if len(files) == 1 and not files[0].startswith("anon_inode:") else None
+    if name not in TAKES_FD or not arguments:
         return name, None
     try:
-        return name, _text(os.readlink(f"{folder}/fd/{int(words[1], 16) & 0xFFFFFFFF}"))
+        return name, _text(os.readlink(f"{folder}/fd/{arguments[0] & 0xFFFFFFFF}"))
     except (OSError, ValueError):
         return name, None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stallscope.capture.procfs import clean
+from stallscope.capture.procfs import clean, task_name
 from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
 
@@ -75,7 +75,7 @@ class Victims:
             ours = rose if ours is None else ours
         body = {
             "at_ns": at_ns, "proc": target.proc if target else None, "pid": pid or None, "kills": 1,
-            "name": clean(name.split(b"\0", 1)[0].decode("utf-8", "replace")) or None,
+            "name": task_name(name) or None,
             "cgroup": clean(cgroup) if cgroup else None, "ours": ours,
         }  # fmt: skip
         self._send(Kind.OOM, body)

@@ -16,7 +16,15 @@ from stallscope.capture.exits import has_ended
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
 from stallscope.capture.oom import Victims
-from stallscope.capture.procfs import Facts, children_of, execed_facts, facts_of, forked_facts, parent_of
+from stallscope.capture.procfs import (
+    Facts,
+    children_of,
+    execed_facts,
+    facts_of,
+    forked_facts,
+    parent_of,
+    task_name,
+)
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.shims import Shims
@@ -194,7 +202,7 @@ class Population:
         if kind == FORK:
             self._forked(tgid, a[0], a[1], ts_ns)
         elif kind == EXEC:
-            self._execed(tgid, ts_ns, in_main_thread=not a[1])
+            self._execed(tgid, ts_ns, struct.pack("<2Q", *a[1:3]), in_main_thread=not a[0] >> 32)
         elif kind == EXIT:
             self._exited(tgid, a[0], ts_ns)
         elif kind == OOM and self.victims is not None:
@@ -237,7 +245,7 @@ class Population:
             self._linker.link_process(target, since_ns)
             self.on_image(target)
 
-    def _execed(self, pid: int, ts_ns: int, *, in_main_thread: bool) -> None:
+    def _execed(self, pid: int, ts_ns: int, name: bytes, *, in_main_thread: bool) -> None:
         target = self._by_pid.get(pid)
         if target is None:
             return
@@ -259,8 +267,10 @@ class Population:
         target.inferred.clear()
         target.used_nccl = False
         self._tables.ranges.set(target.slot, [])
-        with contextlib.suppress(OSError):
+        try:
             target.facts = execed_facts(target.facts)
+        except OSError:  # gone again; it ran another program than its parent all the same
+            target.facts = target.facts._replace(name=task_name(name), cmdline=[])
         tell_image(self._send, target, ts_ns)
         self._young.add(target, ts_ns)
 

@@ -9,17 +9,19 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from stallscope.wire.secrets import words_without_secrets
+
 __all__ = ["Block", "Facts", "Mapping", "children_of", "clean", "environment_of", "execed_facts", "executable_mappings",
            "facts_of", "forked_facts",
            "has_own_filter", "is_leaderless", "live_path", "name_of", "own_tid", "parent_of", "probe_area",
-           "rank_words", "seccomp_mode", "start_ns_of_ticks", "threads_of", "vdso_of"]  # fmt: skip
+           "rank_words", "seccomp_mode", "start_ns_of_ticks", "task_name", "threads_of", "vdso_of"]  # fmt: skip
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _CONTAINER = re.compile(r"([0-9a-f]{64})(?:\.scope)?(?:/|$)", re.MULTILINE)
 _MAPS_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$")
 MAX_CMDLINE_BYTES = 4096
 MAX_MAPS_BYTES = 16 << 20
-MAX_ENVIRON_BYTES = 256 << 10
+MAX_ENVIRON_BYTES = 6 << 20  # the kernel takes no more: a variable behind the cut would look as if it had never been
 RANK_WORDS = frozenset({b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"SLURM_PROCID", b"SLURM_NTASKS",
                         b"OMPI_COMM_WORLD_RANK", b"PMI_RANK"})  # fmt: skip
 _STATUS_LINE = re.compile(rb"^(Name|PPid|Uid|NSpid|Seccomp):(.*)$", re.MULTILINE)  # a name holds no newline there
@@ -153,12 +155,17 @@ def _ns_pid(status: dict[str, str]) -> int | None:
 def _cmdline(pid: int) -> list[str]:
     raw = _read(pid, "cmdline", MAX_CMDLINE_BYTES)
     words = raw.rstrip(b"\0").split(b"\0") if raw else []
-    return [clean(word.decode("utf-8", "replace")) for word in words]
+    return words_without_secrets(clean(word.decode("utf-8", "replace")) for word in words)
 
 
 def name_of(pid: int) -> str:
     """Its name, as in `facts_of`. Raises OSError."""
     return clean(_read(pid, "comm", 64).decode("utf-8", "replace").removesuffix("\n"))
+
+
+def task_name(comm: bytes) -> str:
+    """A name as the kernel keeps it, padded with zeros."""
+    return clean(comm.partition(b"\0")[0].decode("utf-8", "replace"))
 
 
 def live_path(pid: int) -> str:

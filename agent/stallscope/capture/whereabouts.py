@@ -7,11 +7,12 @@ import os
 import struct
 from typing import NamedTuple
 
-from stallscope.capture.blocked import read_memory
+from stallscope.capture.blocked import read_memory, read_up
 from stallscope.capture.procfs import clean
-from stallscope.capture.syscalls import TAKES_FD, syscall_name
+from stallscope.capture.syscalls import TAKES_FD, TAKES_PATH, syscall_name
 
-__all__ = ["BUSY", "Whereabouts", "is_in_futex", "pipes_of", "standard_pipes_of", "turns_of", "where_is"]
+__all__ = ["BUSY", "POLLS", "Whereabouts", "is_in_futex", "pipes_of", "polled_files", "standard_pipes_of", "turns_of",
+           "where_is"]  # fmt: skip
 
 BUSY = "running"
 FUTEX_COMMAND, FUTEX_WAITS = 127, (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; above: flags
@@ -23,7 +24,7 @@ MAX_FDS, MAX_TEXT = 512, 256
 class Whereabouts(NamedTuple):
     """`syscall`: BUSY while it runs, None while it waits outside of a call (a page fault).
 
-    `files`: what the call's descriptors are open on; of poll(2) at most POLL_FDS.
+    `files`: what the call's descriptors are open on, of poll(2) at most POLL_FDS; or the path that it was given.
     """
 
     syscall: str | None
@@ -31,7 +32,9 @@ class Whereabouts(NamedTuple):
 
     @property
     def pipes(self) -> set[int]:
-        """Inodes of those that are pipes."""
+        """Inodes of those that are pipes; a path may call itself what it likes."""
+        if self.syscall in TAKES_PATH:
+            return set()
         return {inode for file in self.files if (inode := _pipe(file)) is not None}
 
 
@@ -74,12 +77,23 @@ def turns_of(tid: int) -> int:
 def _files(pid: int, tid: int, name: str, arguments: list[int]) -> tuple[str, ...]:
     if len(arguments) < 2:
         return ()
-    fds: list[int] = []
-    if name in TAKES_FD:
-        fds = [arguments[0] & 0xFFFFFFFF]
-    elif name in POLLS and arguments[1] > 0:
-        (data,) = read_memory(pid, [(arguments[0], POLLFD * min(arguments[1], POLL_FDS))])
-        fds = [fd for fd, _ in struct.iter_unpack("<ii", data) if fd >= 0]
+    if name in TAKES_PATH:
+        path = read_up(pid, arguments[TAKES_PATH[name]], MAX_TEXT).split(b"\0", 1)[0]
+        return (clean(path.decode("utf-8", "replace"))[:MAX_TEXT],) if path else ()
+    if name in POLLS:
+        return polled_files(pid, tid, arguments)
+    if name not in TAKES_FD:
+        return ()
+    file = _link(f"/proc/{pid}/task/{tid}/fd/{arguments[0] & 0xFFFFFFFF}")
+    return () if file is None else (file,)
+
+
+def polled_files(pid: int, tid: int, arguments: list[int]) -> tuple[str, ...]:
+    """What the descriptors of a poll(2) with these arguments are open on, of the first POLL_FDS."""
+    if arguments[1] <= 0:
+        return ()
+    (data,) = read_memory(pid, [(arguments[0], POLLFD * min(arguments[1], POLL_FDS))])
+    fds = [fd for fd, _ in struct.iter_unpack("<ii", data) if fd >= 0]
     found = (_link(f"/proc/{pid}/task/{tid}/fd/{fd}") for fd in fds)
     return tuple(file for file in found if file is not None)
 

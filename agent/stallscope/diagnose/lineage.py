@@ -28,12 +28,13 @@ DEPTH = 64
 class Told(NamedTuple):
     """A variable that came to a process: from whose environment (`proc`), and whether the process has it no longer.
 
-    `lost` None: unknown.
+    `lost` None: unknown. `now`: the value that the process gave the variable instead.
     """
 
     value: str
     proc: int
     lost: bool | None
+    now: str | None = None
 
 
 class Lineage:
@@ -92,7 +93,8 @@ class Lineage:
         found = {name: Told(value, proc, None if own.overwritten else False) for name, value in own.own.items()}
         is_known = own.seen and not own.overwritten
         for name, value in (own.env or {}).items():
-            found[name] = Told(value, proc, name in own.gone if is_known else None)
+            now = own.own.get(name)
+            found[name] = Told(value, proc, (name in own.gone or now is not None) if is_known else None, now)
         return found
 
 

@@ -12,7 +12,7 @@ from stallscope.aggregate.state import State
 from stallscope.diagnose.lineage import TRAINER, WORKER, Lineage
 from stallscope.diagnose.spans import Span, covered, minus, union
 from stallscope.diagnose.startphases import Phase, phases, steady_ns
-from stallscope.diagnose.startwaits import Wait, Waits, is_for_child, is_pipe
+from stallscope.diagnose.startwaits import Wait, Waits, is_for_child, is_of_its_own, is_pipe
 from stallscope.diagnose.steps import StepsFound
 from stallscope.wire.kinship import is_service
 
@@ -22,6 +22,7 @@ MOST_COMMANDS, MOST_WAITS, MOST_LOOKED = 64, 16, 512
 SHORTEST_NS = 50_000_000
 DEPTH = 16
 LEAST_NS = 200_000_000  # what is shorter is nothing to act on
+APART_NS = 100_000_000  # commands of a pipe begin nearer to one another
 SLEEPS = ("nanosleep", "clock_nanosleep")  # who looks after children again and again
 TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
@@ -38,6 +39,7 @@ class Command(NamedTuple):
         waited: the place where it was longest; None where nobody looked.
         ignored: whether who started it went on as if it had succeeded; None where it did, or that is not known.
         avoidable_ns: how long others waited for it while it waited itself; 0 where nobody did.
+        times, together_ns: how often its parent ran the same command, and what of those times was avoidable.
     """
 
     proc: int
@@ -53,6 +55,8 @@ class Command(NamedTuple):
     exit: Exit | None
     ignored: bool | None
     avoidable_ns: int
+    times: int = 1
+    together_ns: int = 0
 
 
 class StartUp(NamedTuple):
@@ -112,13 +116,31 @@ class _StartUp:
         end = steady if steady is not None else self._last_begin()
         commands = [self._command(p, end) for p in self._of_commands(end)]
         commands += [row for p in self._others.values() for row in self._own_waits(p, end)]
+        commands = self._together(commands)
         longest = sorted(commands, key=lambda c: (-c.avoidable_ns, -c.own_ns, c.from_ns, c.proc))[:MOST_COMMANDS]
         kept = sorted(longest, key=lambda c: (c.from_ns, c.proc))
-        worst = max(range(len(kept)), key=lambda i: kept[i].avoidable_ns, default=None)
-        if worst is not None and kept[worst].avoidable_ns < LEAST_NS:
+        worst = max(range(len(kept)), key=lambda i: (kept[i].together_ns, kept[i].avoidable_ns), default=None)
+        if worst is not None and kept[worst].together_ns < LEAST_NS:
             worst = None
         rows = phases(self._state, list(self._trainers.values()), self._steps)
         return StartUp(kept, rows, worst, steady, len(commands) - len(kept))
+
+    def _together(self, commands: list[Command]) -> list[Command]:
+        """Who looks again and again, `sleep` in between, waits as long as all of these together."""
+        alike: dict[tuple[int | None, bool, tuple[str, ...]], list[Command]] = defaultdict(list)
+        for one in commands:
+            parent = one.proc if one.is_itself else self._state.processes.table[one.proc].parent
+            alike[parent, one.is_itself, tuple(one.what)].append(one)
+        found = []
+        for group in alike.values():
+            spans = union(Span(one.from_ns, one.to_ns) for one in group)
+            ns = sum(one.avoidable_ns for one in group)
+            if ns:  # those that ended before anybody looked are taken to have done the same
+                ns += sum(one.own_ns for one in group if one.waited is None)
+            ns = min(ns, covered(spans))
+            times = 1 if group[0].is_itself else len(group)
+            found += [one._replace(times=times, together_ns=ns if times > 1 else one.avoidable_ns) for one in group]
+        return found
 
     def _last_begin(self) -> int | None:
         """Without steps: the newest trainer's first launch, or first call; None where no trainer has come so far."""
@@ -156,7 +178,8 @@ class _StartUp:
         own = self._own(process, lasted)
         waits = self._waits.of(process.proc, lasted.to_ns)
         waited = max((w.within(own) for w in waits), key=lambda w: w.ns, default=None)
-        blocked = sum(w.ns for w in (w.within(own) for w in waits) if w.task.syscall and not is_for_child(w.task))
+        alone = minus(own, self._later(process))
+        blocked = sum(w.ns for w in (w.within(alone) for w in waits) if w.task.syscall and not is_for_child(w.task))
         awaited = blocked >= LEAST_NS and self._awaited(process, end)
         program = self._programs(process)[-1]
         parent = self._state.beginnings.program_at(process.parent or 0, lasted.from_ns)
@@ -192,6 +215,20 @@ class _StartUp:
 
     def _reads_pipe(self, process: Process) -> bool:
         return any(is_pipe(w.task) for w in self._waits.of(process.proc, self._lasted(process).to_ns))
+
+    def _later(self, process: Process) -> list[Span]:
+        """When those ran that were started while it ran: it is in the background then, and they are waited for."""
+        found: list[Span] = []
+        for _ in range(DEPTH):
+            lasted, parent = self._lasted(process), self._state.processes.table.get(process.parent or 0)
+            if parent is None:
+                break
+            family = (self._lasted(one) for one in self._family.get(parent.proc, []))
+            found += [span for span in family if lasted.from_ns + APART_NS <= span.from_ns < lasted.to_ns]
+            if parent.proc in self._others:
+                break
+            process = parent
+        return found
 
     def _awaited(self, process: Process, end: int | None) -> bool:
         """Whether who started it waited for it, and others for him, up to a launcher or trainer.
@@ -233,7 +270,8 @@ class _StartUp:
         children = union(self._lasted(one) for one in self._family.get(process.proc, []))
         for w in self._waits.of(process.proc, until):
             # A launcher whose children run looks after them, however it waits.
-            looks_after = process.proc not in self._trainers or is_for_child(w.task) or is_pipe(w.task)
+            may_look = process.proc not in self._trainers and not is_of_its_own(w.task)
+            looks_after = may_look or is_for_child(w.task) or is_pipe(w.task)
             own = minus([w.span], children) if looks_after else [w.span]
             wait = w.within(own)
             if w.task.syscall is None or wait.ns < LEAST_NS or (w.task.file or "").startswith(TERMINALS):

@@ -9,10 +9,11 @@ from stallscope.aggregate.hosts import Task
 from stallscope.aggregate.state import State
 from stallscope.diagnose.spans import Span, covered
 
-__all__ = ["Wait", "Waits", "is_for_child", "is_pipe"]
+__all__ = ["Wait", "Waits", "is_for_child", "is_of_its_own", "is_pipe"]
 
 FOR_CHILD = frozenset(("wait4", "waitid", "rt_sigsuspend", "rt_sigtimedwait"))
 SOON_NS = 1_500_000_000
+OPENS, LOCKS = frozenset(("open", "openat", "openat2")), frozenset(("flock", "fcntl"))
 READS = frozenset(("read", "readv", "poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait", "epoll_pwait2"))
 
 
@@ -39,6 +40,11 @@ def is_pipe(task: Task) -> bool:
     if task.syscall not in READS:
         return False
     return task.file is None or task.file.startswith("pipe:")
+
+
+def is_of_its_own(task: Task) -> bool:
+    """Whether it waits for a file by name, or a lock on one: nobody looks after children in that way."""
+    return task.syscall in OPENS | LOCKS or (task.syscall == "read" and (task.file or "").startswith("/"))
 
 
 class Waits:

@@ -211,7 +211,7 @@ def _unmarked(rows: Array, anchor: Anchor, stretch: _Stretch) -> tuple[Array, bo
         # So many steps in one rhythm are steps, also where some hold other operations than usual.
         sure &= not (len(agree) == 1 and not against)
         votes = [waits, *(vote for vote in votes if len(vote) == len(waits))]
-    else:
+    elif votes or stretch.ends:  # behind the last step, what only waits is an evaluation, as it is between steps
         votes += [waits] if len(waits) else []
     counts = Counter(len(ends) for ends in votes).most_common()
     if not counts:

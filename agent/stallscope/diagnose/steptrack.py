@@ -157,6 +157,7 @@ class Track:
     def _count(self, rows: Array, found: Cut) -> None:
         if self.ledger.count == 0 and not self.from_start and self.anchor is not None:
             found.ends["what"][0] = self.anchor.usual  # its beginning was not seen: nobody knows what was in it
+            self.ledger.kinds.setdefault(self.anchor.usual, dict(self.anchor.calls))  # not what is left of it
         self.ledger.add(rows, found.ends)
         self.unsure |= not found.sure
         self.in_front += found.in_front

@@ -22,7 +22,10 @@ NAMED = 3
 def context_row(lineage: Lineage, proc: int) -> Row:
     """`trace_context` of one process."""
     told = lineage.context(proc).items()
-    return {name: {"value": one.value, "from": one.proc, "lost": one.lost} for name, one in told}
+    return {
+        name: {"value": one.value, "from": one.proc, "lost": one.lost, **({} if one.now is None else {"now": one.now})}
+        for name, one in told
+    }
 
 
 def time_outs(state: State, lineage: Lineage) -> list[str]:
@@ -46,7 +49,10 @@ def _time_out(lineage: Lineage, process: Process) -> tuple[int, str] | None:
             return seconds, name
     context = lineage.context(process.proc)
     for name, unit in VARIABLES.items():
-        if name in context and not context[name].lost and (seconds := _seconds(context[name].value, unit)):
+        told = context.get(name)
+        if told is None or (told.lost and told.now is None):
+            continue
+        if seconds := _seconds(told.now or told.value, unit):
             return seconds, name
     return None
 

@@ -73,8 +73,10 @@ def _command(state: State, one: Command, is_worst: bool) -> Row:
         "went_on": one.ignored,
         "avoidable_ns": one.avoidable_ns,
         "largest": is_worst,
+        "times": one.times,
+        "together_ns": one.together_ns,
     }  # fmt: skip
-    row["own_ns_is"] = row["avoidable_ns_is"] = "estimated"
+    row["together_ns_is"] = row["own_ns_is"] = row["avoidable_ns_is"] = "estimated"
     if one.running:
         row["duration_ns_is"] = "lower_bound"
     elif not one.exact:
@@ -97,7 +99,9 @@ def startup_section(report: Row, page: Console) -> None:
     rows = report["startup"]
     commands = [row for row in rows if "command" in row]
     worst = [row for row in commands if row["largest"]]
-    others = sorted((r for r in commands if not r["largest"] and r["own_ns"] >= LEAST_NS), key=lambda r: -r["own_ns"])
+    told = {(r["command"], r["by"]) for r in worst if r["times"] > 1}
+    rest = (r for r in commands if not r["largest"] and (r["command"], r["by"]) not in told)
+    others = sorted((r for r in rest if r["own_ns"] >= LEAST_NS), key=lambda r: -r["own_ns"])
     way = _way(report, [row for row in rows if "command" not in row])
     if not worst and not others and not way:
         return
@@ -117,6 +121,8 @@ def startup_section(report: Row, page: Console) -> None:
 def _sentence(row: Row, pids: dict[int, int]) -> str:
     """E.g. "18.0 s: `grep x /proc/kmsg` (pid 4711, by launch.sh) waited in read() on /proc/kmsg, exit 1, and ..."."""
     took = f"{at_least(row, 'duration_ns')}{duration(row['duration_ns'])}"
+    if row["largest"] and row["times"] > 1:
+        took = f"{duration(row['together_ns'])} in {count(row['times'])} times"
     by = f", by {clean(row['by'])}" if row["by"] else ""
     who = f"`{cut(row['command'], WORDS)}` (pid {pids.get(row['proc'], '?')}{by})"
     return f"{took}: {who} {_waited(row)}{_ending(row)}"

@@ -110,6 +110,8 @@ def _trace(person: Row) -> list[str]:
         return []
     if not told["lost"]:
         return [f"trace {cut(_trace_id(told['value']), 10)}{', unknown whether kept' if told['lost'] is None else ''}"]
+    if "now" in told:
+        return [f"trace {cut(_trace_id(told['now']), 10)} by itself, not {cut(_trace_id(told['value']), 10)}"]
     return [f"trace lost {'by itself' if told['from'] == person['proc'] else 'before it began'}"]
 
 

@@ -65,8 +65,8 @@ COMMS      at_ns, proc, comms [[pointer, next, hook, elements, dtype, redop, ran
 CONTEXT    at_ns, proc, env {NAME: value} or nil: the wanted variables (wire/environment.py) at its exec, nil where they
            can't be read; like: proc whose env it is to the letter, in place of env; overwritten: the process wrote
            something else over that block; seen: whether libc's own `environ` could be read, and then of the wanted
-           names gone [NAME..]: in env and no longer there, own {NAME: value}: there and not in env. A later frame
-           replaces an earlier one
+           names gone [NAME..]: in env and no longer there, own {NAME: value}: there and not, or otherwise, in env. A
+           later frame replaces an earlier one
 PLACE      at_ns, proc, last_ns or nil, thread as in HOST: where the main thread of a program that has just begun is, in
            another place than at the look before, which was at last_ns
 SITE       at_ns, proc, id: of this capture's sites, hook, tid: of the thread that came first, frames as in STACK, with
