@@ -12,7 +12,7 @@ import pytest
 from fake_segments import LAUNCH, REDUCE, FakeSegment, Sent, count_row, memfd, row, target, time_row
 
 from stallscope.capture import shims as module
-from stallscope.capture.held import PLACES
+from stallscope.capture.held import UNREADY_NS, ShimSettings
 from stallscope.capture.rings import SlotChanges, Thread
 from stallscope.capture.segment import Comm, Mode
 from stallscope.capture.shims import (
@@ -20,9 +20,7 @@ from stallscope.capture.shims import (
     CATCH_UP_BULK,
     MAX_REFUSALS_TOLD,
     NCCL_HOOK,
-    UNREADY_NS,
     Shims,
-    ShimSettings,
 )
 from stallscope.capture.sums import Sums
 from stallscope.wire.frames import Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stallscope.capture.gaps import Losses
 from stallscope.capture.rings import Drained
@@ -20,16 +20,18 @@ from stallscope.capture.segment import (
     GPU_TAKEN,
     Clock,
     Comm,
+    Mode,
     Segment,  # fmt: skip
 )
 from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target
 
-__all__ = ["ODD", "PLACES", "UNTOLD", "WITNESS", "Held", "added", "gap_of", "is_of", "losses_of", "rank_rows",
-           "table_row"]  # fmt: skip
+__all__ = ["ODD", "PLACES", "UNREADY_NS", "UNTOLD", "WITNESS", "Held", "ShimSettings", "Unready", "added", "gap_of",
+           "is_of", "losses_of", "rank_rows", "table_row"]  # fmt: skip
 
 IDLE_LOOKS, MOST_REST = 10, 4
+UNREADY_NS, MAX_UNREADY = 2_000_000_000, 1024
 
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
@@ -63,6 +65,28 @@ NO_WITNESS = {
     GPU_NO_EVENTS: "CUDA events were asked for, and the shim found no driver, or could not start its thread",
 }
 WITNESS |= {state: f"what its GPU begins is not known: {why}" for state, why in NO_WITNESS.items()}
+
+
+class ShimSettings(NamedTuple):
+    """How much the shims record: `one_in` as for BPF, of launches, copies and short waits; `mode` None: as it is."""
+
+    mode: Mode | None = None
+    one_in: float = 100.0
+
+
+class Unready:
+    """Segments that make no sense yet, by (device, inode): those that are found in the making are looked at again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[int, bool]] = {}
+
+    def is_due(self, file: tuple[int, int], now: int, *, is_own: bool) -> bool:
+        """Whether to tell, once: at once of one's own, of others when they stay as they are."""
+        first_ns, told = self._seen.get(file, (now, False))
+        is_due = is_own or (now - first_ns > UNREADY_NS and not told)
+        if len(self._seen) < MAX_UNREADY or file in self._seen:
+            self._seen[file] = (first_ns, told or is_due)
+        return is_due
 
 
 @dataclass

@@ -16,20 +16,12 @@ from stallscope.capture.exits import has_ended
 from stallscope.capture.linker import Linker
 from stallscope.capture.links import close_all
 from stallscope.capture.oom import Victims
-from stallscope.capture.procfs import (
-    Facts,
-    children_of,
-    execed_facts,
-    facts_of,
-    forked_facts,
-    parent_of,
-    task_name,
-)
+from stallscope.capture.procfs import Facts, children_of, execed_facts, facts_of, forked_facts, parent_of, task_name
 from stallscope.capture.reaper import Reaper
 from stallscope.capture.sharing import Sharing
 from stallscope.capture.shims import Shims
 from stallscope.capture.tables import Tables
-from stallscope.capture.target import Target, Unasked
+from stallscope.capture.target import Target, Unasked, inherited_facts
 from stallscope.capture.young import Young
 from stallscope.errors import TargetProblem
 from stallscope.wire.frames import Kind
@@ -226,9 +218,9 @@ class Population:
             return
         parent = self._by_pid.get(parent_pid)
         if not slot or parent is None:
-            self._refuse(_inherited(pid, parent_pid, parent, ts_ns), ts_ns)
+            self._refuse(inherited_facts(pid, parent_pid, parent, ts_ns), ts_ns)
             return
-        target = self._enter(_inherited(pid, parent_pid, parent, ts_ns), slot, parent.proc, -1, ts_ns)
+        target = self._enter(inherited_facts(pid, parent_pid, parent, ts_ns), slot, parent.proc, -1, ts_ns)
         self._linker.link_forked(target, parent)
         with contextlib.suppress(OSError):  # gone again: what is known is the parent's
             target.pidfd = os.pidfd_open(pid)
@@ -401,11 +393,3 @@ class Population:
         for target in self.live():
             target.linked.clear()
         self._reaper.stop()
-
-
-def _inherited(pid: int, ppid: int, parent: Target | None, start_ns: int) -> Facts:
-    """What a forked child is before it could be looked at: its parent's image."""
-    if parent is None:
-        return Facts(pid, None, ppid, "?", [], None, start_ns, 0)
-    facts = parent.facts
-    return Facts(pid, None, ppid, facts.name, facts.cmdline, facts.container_id, start_ns, facts.uid)

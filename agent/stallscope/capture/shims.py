@@ -10,14 +10,15 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
-from stallscope.capture.held import WITNESS, Held, added, gap_of, is_of, losses_of, rank_rows, table_row
+from stallscope.capture.held import (WITNESS, Held, ShimSettings, Unready, added, gap_of, is_of, losses_of, rank_rows,
+                                     table_row)  # fmt: skip
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
-from stallscope.capture.segment import BadSegment, Clock, Comm, Mode, Segment
+from stallscope.capture.segment import BadSegment, Clock, Comm, Segment
 from stallscope.capture.segments import candidates, has_let_go, lock
 from stallscope.capture.shimlinks import ShimLinks
 from stallscope.capture.shimsites import ShimSites
@@ -26,22 +27,14 @@ from stallscope.capture.target import Target
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import BY_NAME
 
-__all__ = ["ShimSettings", "Shims"]
+__all__ = ["Shims"]
 
 BATCH_RECORDS = 8192
 MAX_REFUSALS_TOLD = 32
 CATCH_UP_ROUNDS, CATCH_UP_BULK = 32, 1024
-UNREADY_NS, MAX_UNREADY = 2_000_000_000, 1024
 LATE_NS = 1_000_000_000
 NCCL_HOOK = BY_NAME["ncclCommInitRank"].id
 NOTHING = SlotChanges([], b"", [], b"")
-
-
-class ShimSettings(NamedTuple):
-    """How much the shims record: `one_in` as for BPF, of launches, copies and short waits; `mode` None: as it is."""
-
-    mode: Mode | None = None
-    one_in: float = 100.0
 
 
 class Shims:
@@ -69,7 +62,7 @@ class Shims:
         self._lost: Counter[str] = Counter()
         self._begun_ns = clock()
         self._tap = False
-        self._unready: dict[tuple[int, int], tuple[int, bool]] = {}
+        self._unready = Unready()
         self.refused, self.injected = 0, False
         self.prepare: Callable[[Target], bool] = lambda target: True
 
@@ -159,12 +152,7 @@ class Shims:
 
     def _unreadable(self, target: Target, file: tuple[int, int], why: str, *, is_own: bool) -> None:
         """One that is only found may not be finished yet: it is looked at again, and told when it stays as it is."""
-        now = self._now()
-        first_ns, told = self._unready.get(file, (now, False))
-        is_due = is_own or (now - first_ns > UNREADY_NS and not told)
-        if len(self._unready) < MAX_UNREADY or file in self._unready:
-            self._unready[file] = (first_ns, told or is_due)
-        if is_due:
+        if self._unready.is_due(file, self._now(), is_own=is_own):
             self.refuse(target, why)
 
     def refuse(self, target: Target | None, why: str) -> None:

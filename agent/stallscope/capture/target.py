@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 from stallscope.capture.procfs import Facts, Mapping
 from stallscope.wire.hook_table import Hook
 
-__all__ = ["MAX_PID", "FileKey", "InferredCall", "LinkedLibrary", "Point", "Resolved", "Target", "Unasked"]
+__all__ = [
+    "MAX_PID",
+    "FileKey",
+    "InferredCall",
+    "LinkedLibrary",
+    "Point",
+    "Resolved",
+    "Target",
+    "Unasked",
+    "inherited_facts",
+]
 
 MAX_PID = 1 << 22  # PID_MAX_LIMIT of the kernel
 # (device, inode, "" or the library that it carries under another name)
@@ -185,3 +195,11 @@ class Target:
             with contextlib.suppress(OSError):
                 os.close(self.pidfd)
             self.pidfd = -1
+
+
+def inherited_facts(pid: int, ppid: int, parent: Target | None, start_ns: int) -> Facts:
+    """What a forked child is before it could be looked at: its parent's image."""
+    if parent is None:
+        return Facts(pid, None, ppid, "?", [], None, start_ns, 0)
+    facts = parent.facts
+    return Facts(pid, None, ppid, facts.name, facts.cmdline, facts.container_id, start_ns, facts.uid)

@@ -95,9 +95,10 @@ class Parts(NamedTuple):
 
     def shims(self, mode: str | None = None, *, one_in: float) -> Shims:
         """The segments of a capture; `mode` as in `run --mode`, None leaves each as it is."""
+        from stallscope.capture.held import ShimSettings
         from stallscope.capture.segment import Mode
         from stallscope.capture.shimlinks import ShimLinks
-        from stallscope.capture.shims import Shims, ShimSettings
+        from stallscope.capture.shims import Shims
         from stallscope.capture.shimsites import ShimSites
 
         sites = ShimSites(self.parser, self.outbox.send, time.monotonic_ns)

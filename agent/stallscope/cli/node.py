@@ -218,13 +218,14 @@ class Node:
                     raise CaptureProblem("cannot watch this node", why=str(problem), hint=hint) from problem
 
     def _make_session(self, parser: Any, costs: Costs) -> NodeSession:
+        from stallscope.capture.held import ShimSettings
         from stallscope.capture.linkstyle import best_style
         from stallscope.capture.loader import load
         from stallscope.capture.node import NodeSession
         from stallscope.capture.retained import NodeOutbox, Retained
         from stallscope.capture.session import Settings
         from stallscope.capture.shimlinks import ShimLinks
-        from stallscope.capture.shims import Shims, ShimSettings
+        from stallscope.capture.shims import Shims
         from stallscope.capture.shimsites import ShimSites
         from stallscope.capture.tables import BULK_BYTES, VITAL_BYTES
 
