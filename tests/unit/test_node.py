@@ -123,13 +123,15 @@ def test_who_is_hidden_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_flood_does_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some milliseconds a look; what is over the table's end is found by a look at /proc."""
     world = World(monkeypatch)
-    for pid in range(10, MAX_STRANGERS + 20):
+    first = 1 << 23  # no pid of this test's own
+    many = range(first, first + MAX_STRANGERS + 10)
+    for pid in many:
         world.process(pid)
     world.step = 1_000_000  # each question takes that long
-    world.look(*[mapped(pid, pid) for pid in range(10, MAX_STRANGERS + 20)])
+    world.look(*[mapped(pid, pid) for pid in many])
     assert 5 < len(world.adopted) < 40
     assert len(world.session._strangers) + len(world.adopted) == MAX_STRANGERS
-    assert world.session._rescan_ns == MAX_STRANGERS + 10
+    assert world.session._rescan_ns == first + MAX_STRANGERS
     world.look()
     assert len(world.adopted) > 20
 
