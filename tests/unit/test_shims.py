@@ -12,9 +12,10 @@ import pytest
 from fake_segments import LAUNCH, REDUCE, FakeSegment, Sent, count_row, memfd, row, target, time_row
 
 from stallscope.capture import shims as module
-from stallscope.capture.held import UNREADY_NS, ShimSettings
+from stallscope.capture.held import PLACES, ShimSettings
 from stallscope.capture.rings import SlotChanges, Thread
 from stallscope.capture.segment import Comm, Mode
+from stallscope.capture.segments import UNREADY_NS
 from stallscope.capture.shims import (
     BATCH_RECORDS,
     CATCH_UP_BULK,

@@ -27,11 +27,10 @@ from stallscope.capture.segments import start_ticks_of
 from stallscope.capture.sums import Sums
 from stallscope.capture.target import Target
 
-__all__ = ["ODD", "PLACES", "UNREADY_NS", "UNTOLD", "WITNESS", "Held", "ShimSettings", "Unready", "added", "gap_of",
+__all__ = ["ODD", "PLACES", "UNTOLD", "WITNESS", "Held", "ShimSettings", "added", "gap_of",
            "is_of", "losses_of", "rank_rows", "table_row"]  # fmt: skip
 
 IDLE_LOOKS, MOST_REST = 10, 4
-UNREADY_NS, MAX_UNREADY = 2_000_000_000, 1024
 
 # What `Segment.losses` calls them -> what a report says.
 PLACES = {
@@ -72,21 +71,6 @@ class ShimSettings(NamedTuple):
 
     mode: Mode | None = None
     one_in: float = 100.0
-
-
-class Unready:
-    """Segments that make no sense yet, by (device, inode): those that are found in the making are looked at again."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], tuple[int, bool]] = {}
-
-    def is_due(self, file: tuple[int, int], now: int, *, is_own: bool) -> bool:
-        """Whether to tell, once: at once of one's own, of others when they stay as they are."""
-        first_ns, told = self._seen.get(file, (now, False))
-        is_due = is_own or (now - first_ns > UNREADY_NS and not told)
-        if len(self._seen) < MAX_UNREADY or file in self._seen:
-            self._seen[file] = (first_ns, told or is_due)
-        return is_due
 
 
 @dataclass

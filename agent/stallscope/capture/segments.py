@@ -11,12 +11,13 @@ import re
 import stat
 from collections.abc import Iterator
 
-__all__ = ["candidates", "has_let_go", "has_segment", "lock", "reopen", "start_ticks_of"]
+__all__ = ["UNREADY_NS", "Unready", "candidates", "has_let_go", "has_segment", "lock", "reopen", "start_ticks_of"]
 
 MEMFD = "/memfd:stallscope-segment (deleted)"
 INJECTED = "/memfd:stallscope-injected (deleted)"  # nothing comes into it once the library was taken out of the way
 _FILE = re.compile(r"/\d{1,10}\.\d{1,20}(?:\.\d{1,2})?\.seg(?: \(deleted\))?")
 MAX_FDS = 1 << 16
+UNREADY_NS, MAX_UNREADY = 2_000_000_000, 1024
 
 
 def candidates(pid: int, *, injected: bool = False) -> Iterator[int]:
@@ -92,3 +93,18 @@ def start_ticks_of(pid: int) -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read(4096).rpartition(b")")[2].split()[19])
     return None
+
+
+class Unready:
+    """Segments that make no sense yet, by (device, inode): those that are found in the making are looked at again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[int, bool]] = {}
+
+    def is_due(self, file: tuple[int, int], now: int, *, is_own: bool) -> bool:
+        """Whether to tell, once: at once of one's own, of others when they stay as they are."""
+        first_ns, told = self._seen.get(file, (now, False))
+        is_due = is_own or (now - first_ns > UNREADY_NS and not told)
+        if len(self._seen) < MAX_UNREADY or file in self._seen:
+            self._seen[file] = (first_ns, told or is_due)
+        return is_due

@@ -14,12 +14,11 @@ from typing import Any
 
 from stallscope.capture.counting import send_changes
 from stallscope.capture.gaps import Losses
-from stallscope.capture.held import (WITNESS, Held, ShimSettings, Unready, added, gap_of, is_of, losses_of, rank_rows,
-                                     table_row)  # fmt: skip
+from stallscope.capture.held import WITNESS, Held, ShimSettings, added, gap_of, is_of, losses_of, rank_rows, table_row
 from stallscope.capture.outbox import Outbox
 from stallscope.capture.rings import MAX_UIDS, Drained, InflightRow, SlotChanges, Thread
 from stallscope.capture.segment import BadSegment, Clock, Comm, Segment
-from stallscope.capture.segments import candidates, has_let_go, lock
+from stallscope.capture.segments import Unready, candidates, has_let_go, lock
 from stallscope.capture.shimlinks import ShimLinks
 from stallscope.capture.shimsites import ShimSites
 from stallscope.capture.sums import abandoned
