@@ -346,7 +346,6 @@ class Shims:
         self._tell_odd(held)
 
     def _tell_odd(self, held: Held) -> None:
-        """What should not happen."""
         for text in held.odd():
             self._note(held.target, text)
 
@@ -363,8 +362,7 @@ class Shims:
 
     def comms(self) -> list[tuple[int, list[Comm]]]:
         """(pid, its communicators) of each process."""
-        held = self._held.values()
-        return [(one.target.pid, self._guarded(one, one.segment.comms, [])) for one in held]
+        return [(held.target.pid, self._guarded(held, held.segment.comms, [])) for held in self._held.values()]
 
     def rows(self) -> list[InflightRow]:
         """Threads that are inside a call now."""
@@ -376,7 +374,7 @@ class Shims:
             self._guarded(held, partial(self._poll_one, held, now), None)
 
     def _poll_one(self, held: Held, now: int) -> None:
-        """Also while nothing is read because the aggregator is slow: what waits must not be overwritten."""
+        # Also while nothing is read because the aggregator is slow: what waits must not be overwritten.
         held.losses.poll(now)
         held.segment.hold()
 
