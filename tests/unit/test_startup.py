@@ -153,6 +153,17 @@ def test_who_waits_for_one_in_the_background(later_s: float, largest: str) -> No
         assert kit.told()["holder"]["avoidable_ns"] == pytest.approx(later_s * S)
 
 
+def test_a_reader_does_not_put_its_writer_into_the_background() -> None:
+    kit = StartUp()
+    kit.sees(1, 0.1, "wait4")
+    kit.command(2, 1, "writer", 1, 4)
+    kit.command(3, 1, "grep -q ready", 1.5, 4)
+    kit.sees(2, 1.2, "recvfrom", "socket:[5]")
+    kit.sees(3, 1.7, "read", "pipe:[7]")
+    kit.train(9, 5, 9)
+    assert kit.largest() == "writer" and kit.told()["writer"]["avoidable_ns"] == pytest.approx(3 * S, rel=0.1)
+
+
 def test_what_computes_is_no_wait() -> None:
     kit = StartUp()
     kit.command(2, 1, "nvcc x.cu", 1, 9)

@@ -91,6 +91,7 @@ class _StartUp:
                 self._last_child[p.parent] = max(self._last_child.get(p.parent, 0), self._began[p.proc])
         self._family = self._longest()
         self._known_writers: dict[int, list[Span]] = {}
+        self._known_own: dict[int, list[Span]] = {}
         self._others = {p.proc: p for p in self._of_others()}
 
     def _programs(self, process: Process) -> list[Program]:
@@ -193,6 +194,11 @@ class _StartUp:
 
     def _own(self, process: Process, lasted: Span) -> list[Span]:
         """The time that is neither its children's nor that of those that fill the pipe it reads from."""
+        if process.proc not in self._known_own:
+            self._known_own[process.proc] = self._find_own(process, lasted)
+        return self._known_own[process.proc]
+
+    def _find_own(self, process: Process, lasted: Span) -> list[Span]:
         waits = self._waits.of(process.proc, lasted.to_ns)
         children = [self._lasted(one) for one in self._family.get(process.proc, [])]
         if not waits:
@@ -223,8 +229,9 @@ class _StartUp:
             lasted, parent = self._lasted(process), self._state.processes.table.get(process.parent or 0)
             if parent is None:
                 break
-            family = (self._lasted(one) for one in self._family.get(parent.proc, []))
-            found += [span for span in family if lasted.from_ns + APART_NS <= span.from_ns < lasted.to_ns]
+            for one in self._family.get(parent.proc, []):
+                if lasted.from_ns + APART_NS <= self._began[one.proc] < lasted.to_ns:
+                    found += self._own(one, self._lasted(one))
             if parent.proc in self._others:
                 break
             process = parent
