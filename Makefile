@@ -114,7 +114,7 @@ test-culprit: build ## every fault, hosts in step and ahead, three seeds, attach
 	STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_LONG_TESTS=1 STALLSCOPE_HEALTHY_SECONDS=600 $(PY) -m pytest -v tests/culprit/test_long.py tests/culprit/test_losses.py || code=1; \
 	STALLSCOPE_MODEL_SEEDS=100 $(PY) -m pytest -v tests/model || code=1; exit $$code
 
-test-unseen: build ## programs that those who wrote the lineage of processes had not seen: what is said of them (5 minutes)
+test-unseen: build ## programs that those who wrote the lineage of processes had not seen: what is said of them (3 minutes)
 	$(Q)$(PY) -m tests.lineage_unseen
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
