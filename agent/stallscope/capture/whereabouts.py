@@ -16,7 +16,7 @@ __all__ = ["BUSY", "POLLS", "Whereabouts", "pipes_of", "polled_files", "standard
 BUSY = "running"
 POLLS = ("poll", "ppoll")
 POLL_FDS, POLLFD = 8, 8  # descriptors that are looked at; bytes of struct pollfd: fd, events, revents
-INPUT = 0x43  # POLLIN, POLLPRI, POLLRDNORM: not who only wants to know whether the other end is closed
+DATA = 0x147  # POLLIN, POLLPRI, POLLOUT, POLLRDNORM, POLLWRNORM: not who only asks whether the other end is closed
 MAX_FDS, MAX_TEXT = 512, 256
 
 
@@ -68,11 +68,11 @@ def _files(pid: int, tid: int, name: str, arguments: list[int]) -> tuple[str, ..
 
 
 def polled_files(pid: int, tid: int, arguments: list[int]) -> tuple[str, ...]:
-    """What the descriptors that a poll(2) with these arguments wants input of are open on, of the first POLL_FDS."""
+    """What the descriptors that a poll(2) with these arguments waits for data of are open on, of the first POLL_FDS."""
     if arguments[1] <= 0:
         return ()
     (data,) = read_memory(pid, [(arguments[0], POLLFD * min(arguments[1], POLL_FDS))])
-    fds = [fd for fd, events, _ in struct.iter_unpack("<iHH", data) if fd >= 0 and events & INPUT]
+    fds = [fd for fd, events, _ in struct.iter_unpack("<iHH", data) if fd >= 0 and events & DATA]
     found = (_link(f"/proc/{pid}/task/{tid}/fd/{fd}") for fd in fds)
     return tuple(file for file in found if file is not None)
 
