@@ -144,7 +144,7 @@ test-packages: dist ## the wheel on Debian 12 and 13 without compilers, the sdis
 	$(Q){ $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[packages]'; } $(QUIET)
 	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest -v -s tests/packages
 
-test-unseen: build ## programs that those who wrote the lineage of processes had not seen: what is said of them (5 minutes)
+test-unseen: build ## programs that those who wrote the lineage of processes had not seen: what is said of them (3 minutes)
 	$(Q)$(PY) -m tests.lineage_unseen
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md
