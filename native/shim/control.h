@@ -14,10 +14,10 @@
 #define SEG_CONTROL_MAGIC 0x316c7274636c7473ull /* "stlctrl1" */
 
 enum seg_control_layout { /* bytes */
-  SEG_CONTROL_TEXT = 400,
-  SEG_CONTROL_XSAVE = 4096,
-  SEG_CONTROL_XSAVE_MOST = 16384,
-  SEG_CONTROL_BYTES = 0x30000,
+                          SEG_CONTROL_TEXT = 400,
+                          SEG_CONTROL_XSAVE = 4096,
+                          SEG_CONTROL_XSAVE_MOST = 16384,
+                          SEG_CONTROL_BYTES = 0x30000,
 };
 
 enum seg_control_state {
@@ -40,7 +40,7 @@ struct seg_control {
   uint32_t beat;               /* changes while the injector lives */
   uint32_t slots, turned_away; /* patched ones; those that found no row in the table */
   uint32_t restored, foreign;  /* put back; those that held something of somebody else's by then, and were left */
-  char text[400]; /* SEG_CONTROL_TEXT */
+  char text[400];              /* SEG_CONTROL_TEXT */
 };
 
 #ifndef WIRE_CDEF

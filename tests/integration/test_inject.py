@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,31 @@ def test_counts_are_exact() -> None:
     for api in ("cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize"):
         total = sum(stall["total_ns"] for stall in report["stalls"] if stall["api"] == api)
         assert total == pytest.approx(truth["long_waits"][api]["total_ns"], rel=0.05), api
+
+
+def test_children_have_it_too() -> None:
+    """Forked while attached: each by its own memory, if it lives for a second; the one that execs has it no more."""
+    with Program([TARGETS / "forker", "3", "8000000", "100"]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid], "--method", "inject").attached() as tracer:
+            program.say()
+            truth, report = program.truth(), tracer.report()
+    assert own(report, truth["pid"]) == hooked(truth["calls"])
+    for child in truth["children"]:
+        assert own(report, child["pid"]) == (Counter() if child["exec"] else hooked(child["calls"]))
+
+
+@pytest.mark.usefixtures("needs_bpf")
+def test_probes_after_it() -> None:
+    """What was left in the process is not taken for a shim that counts."""
+    with Program([TARGETS / "million", "20000", "200", "500"]) as program:
+        program.wait_for("ready")
+        assert attach(program.pid).returncode == 4  # nothing was called meanwhile
+        with Tracer([program.pid], "--method", "bpf").attached() as tracer:
+            program.say()
+            truth, report = program.truth(), tracer.report()
+    assert own(report) == hooked(truth["calls"])
+    assert {call["source"] for call in report["calls"]} == {"bpf"}
 
 
 def patchable(pid: int) -> dict[str, bytes]:
