@@ -27,7 +27,6 @@ ENTRY = "stallscope_inject"
 PATIENCE_S, LOADING_S, RELEASE_S, ASKED_S = 5.0, 10.0, 5.0, 1.0
 STOP_US, BLOCKED_US, BACK_US = 100_000, 30_000, 5_000_000
 A_ROUND, MAX_THREADS = 4, 256
-LEFT_S = 0.005
 # Calls in which threads wait for long, and hold nothing (x86-64): read, poll, select, pause, nanosleep, accept,
 # recvfrom, recvmsg, futex, epoll_wait, clock_nanosleep, pselect6, ppoll, epoll_pwait.
 LONG_WAITS = frozenset(("0", "7", "23", "34", "35", "43", "45", "47", "202", "232", "230", "270", "271", "281"))
@@ -117,8 +116,7 @@ class Injection:
             time.sleep(0.001)
 
     def erase(self, room: int) -> None:
-        """Leave the page as it was: nobody is in there any more. Where the kernel refuses, dead code stays."""
-        time.sleep(LEFT_S)
+        """Leave the page as it was: both threads have left it. Where the kernel refuses, dead code stays."""
         with contextlib.suppress(OSError):
             os.pwrite(self._memory, bytes(ROOM), room)
 
@@ -197,7 +195,7 @@ def _start(pid: int, plan: Plan, memory: int, library: Path, patience_s: float) 
             control, code = _try(pid, tid, plan, library, tries)
             if code == lib.INJECT_DONE:
                 found = Injection(pid, memory, control, tries)
-                found.wait_ready()
+                found.wait_ready()  # where it fails the code stays: when the thread has left it nothing tells
                 found.erase(plan.room)
                 return found
             if code == lib.INJECT_ABANDONED:
