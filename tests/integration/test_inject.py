@@ -165,6 +165,40 @@ def test_in_and_out_while_it_works(mode: str, parser: ParserClient) -> None:
     assert worst.stopped_ns <= MOST_STOPPED_NS, str(worst)
 
 
+def test_in_and_out_while_it_calls(parser: ParserClient) -> None:
+    """Four threads that launch and wait all the time, some of them inside the library when it goes."""
+    worst = Worst()
+    with Program([TARGETS / "million", "1000000000", "20000000", "2000"]) as program:
+        program.wait_for("ready")
+        program.say()
+        held: set[tuple[int, int]] = set()
+        for _ in range(TIMES):
+            injection = inject(program.pid, parser)
+            worst.add(injection)
+            time.sleep(0.02)
+            assert release(injection) == (injection.slots, 0)
+            held.add((len(os.listdir(f"/proc/{program.pid}/fd")), mapped_kb(program.pid)))
+        time.sleep(0.2)
+        assert len({fds for fds, _ in held}) == 1
+        # glibc keeps the stack of a thread that ended, and its malloc's 64 MB of addresses: once, not each time
+        assert max(kb for _, kb in held) - min(kb for _, kb in held) < 100_000, held
+        assert program.process.poll() is None  # it ends at the first call that returns what it should not
+        before = cpu_ticks(program.pid)
+        time.sleep(0.3)
+        assert cpu_ticks(program.pid) > before
+    print(f"million: {TIMES} times, {worst}")
+    assert worst.slots >= 15 and worst.stopped_ns <= MOST_STOPPED_NS, str(worst)
+
+
+def mapped_kb(pid: int) -> int:
+    return int(re.search(r"VmSize:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])  # type: ignore[index]
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
 def test_inside_malloc_it_is_refused(parser: ParserClient) -> None:
     """Not hung, and the program goes on when its signal handler lets it."""
     with host("inmalloc") as program:
