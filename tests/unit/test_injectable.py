@@ -46,7 +46,7 @@ def test_room_and_gap() -> None:
     assert any(m.end - 4096 <= room and room + ROOM <= m.end for m in mappings)
     gaps = {find_gap(os.getpid(), 0x30000) for _ in range(20)}
     assert len(gaps) > 1  # two injectors must not choose the same one
-    used = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    used = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text(errors="replace").splitlines()]
     for gap in gaps:
         assert gap % 4096 == 0
         assert all(gap + 0x30000 <= int(start, 16) or int(end, 16) <= gap for start, end in used)
