@@ -310,9 +310,9 @@ class Conf(Table):
             raise ValueError(f"threshold {threshold}")
         self._set(hook, 0, self._get(hook) >> 32 << 32 | threshold)
 
-    def look_up_sites(self, hook: int) -> None:
+    def look_up_sites(self, hook: int, *, on: bool = True) -> None:
         """From now on, where the process has a Python that is known."""
-        self._set(hook, 0, 1 << 32 | self.get(hook))
+        self._set(hook, 0, on << 32 | self.get(hook))
 
 
 class Ranges(Table):

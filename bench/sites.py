@@ -1,0 +1,124 @@
+"""Cost of a wait whose Python line is looked up, as a multiple of bpftrace's latency histogram.
+
+One thread under a Python stack calls byte-identical functions in turn: bare, with bpftrace's uprobe and uretprobe, and
+with our wait pair, without and with the walk of the stack. Only the function itself is probed; a real runtime's call has
+the driver's inside it, which costs a pair more but no second walk (`attached` measures that, too).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import percall
+from bpftrace import Bpftrace
+from driver import Driver
+from figures import Figure, of
+from percall import ALL, BARE, BPFTRACE, Effort
+from stub_library import StubLibrary
+from tracer import Drainer, Tracer, Use
+
+from stallscope.capture.parser_client import ParserClient
+from stallscope.capture.pyconfig import NotYet, Python, PythonFinder
+from stallscope.wire.hook_table import BY_NAME
+
+__all__ = ["measure", "pythons"]
+
+DEPTHS = (2, 20)
+BAR, RING_BAR = 2.5, 60
+WITHOUT, WITH = Use(2, "cudaStreamSynchronize_ptsz", ALL), Use(3, "cudaStreamSynchronize", ALL)
+TARGET = Path(__file__).with_name("pydeep.py")
+
+
+def pythons() -> list[str]:
+    """This interpreter, and of those that pyenv has the newest that numbers its code objects (3.12 on)."""
+    found = sorted(Path.home().glob(".pyenv/versions/3.1[2-4].*/bin/python3"))
+    return [sys.executable, *map(str, found[-1:])]
+
+
+def measure(
+    driver: Path, libraries: Sequence[StubLibrary], backend: str, effort: Effort, near: int, far: int
+) -> list[Figure]:
+    """The figures of every interpreter and depth; `driver`: driver.c as a library."""
+    found = []
+    for python in pythons():
+        for depth in DEPTHS:
+            words = [python, str(TARGET), str(depth), str(driver)]
+            with Driver(words, near, libraries) as process:
+                found += _of_one(process, libraries[0], backend, effort, depth, far)
+    return found
+
+
+@contextlib.contextmanager
+def _attached(driver: Driver, library: StubLibrary, backend: str) -> Iterator[Tracer]:
+    with Tracer(backend, driver.pid) as tracer:
+        tracer.tables.ranges.set(tracer.slot, [(0x1000, 0x2000)])
+        tracer.tables.conf.look_up_sites(BY_NAME[WITHOUT.hook].id, on=False)
+        tracer.tables.sites.configure(tracer.slot, driver.pid, 1, _python(driver.pid))
+        tracer.link(library, [WITHOUT, WITH])
+        for use in (WITHOUT, WITH):
+            if not driver.wait_probed(use.function, 1):
+                raise RuntimeError(f"{use.hook}: no breakpoint in the driver")
+        yield tracer
+
+
+def _python(pid: int) -> Python:
+    parser = ParserClient()
+    try:
+        finder = PythonFinder(parser)
+        while isinstance(found := finder.find(pid), NotYet):
+            pass
+        if not isinstance(found, Python):
+            raise RuntimeError(f"its Python is not known: {found}")
+        return found
+    finally:
+        parser.close()
+
+
+def _of_one(
+    driver: Driver, library: StubLibrary, backend: str, effort: Effort, depth: int, far: int
+) -> list[Figure]:
+    functions = [BARE, BPFTRACE, WITHOUT.function, WITH.function]
+    version = _python(driver.pid).minor
+    name = f"3.{version}, {depth} frames"
+    with _attached(driver, library, backend) as tracer, Bpftrace(driver, library, BPFTRACE, far) as other:
+        with Drainer([tracer], far):
+            rounds = list(percall.rounds_of(driver, functions, effort))
+        seen = other.stop()
+        ring = [_ring_bytes(tracer, driver, use) for use in (WITHOUT, WITH)]
+        faults = _faults(tracer, depth) + ([] if seen > 0 else ["bpftrace counted nothing"])
+    over = {f: [r[f] - r[BARE] for r in rounds] for f in functions}
+    ratios = {f: [a / b for a, b in zip(over[f], over[BPFTRACE], strict=True)] for f in functions}
+    ns = {f: statistics.median(over[f]) for f in functions}
+    return [
+        of(f"bpftrace [{name}]", "ns", over[BPFTRACE], note="ns over bare = 1"),
+        of(f"wait, no walk [{name}]", "of bpftrace", ratios[2], note=f"{ns[2]:.0f} ns over bare"),
+        of(f"wait [{name}]", "of bpftrace", ratios[3], bar=BAR, note=f"{ns[3]:.0f} ns over bare", faults=faults),
+        of(f"more of the ring [{name}]", "bytes", [ring[1] - ring[0]], bar=RING_BAR, note="bytes a call"),
+    ]
+
+
+def _ring_bytes(tracer: Tracer, driver: Driver, use: Use, calls: int = 1000) -> float:
+    """Bytes a call that both rings took."""
+    rings = (tracer.tables.vital, tracer.tables.bulk)
+    before = sum(ring.consumed_bytes + ring.pending_bytes for ring in rings)
+    driver.measure(use.function, calls, 1)
+    return (sum(ring.consumed_bytes + ring.pending_bytes for ring in rings) - before) / calls
+
+
+def _faults(tracer: Tracer, depth: int) -> list[str]:
+    """Why the figure would be of another stack."""
+    table = tracer.tables.sites
+    rows = [site for row in table.used() if (site := table.site(row))]
+    if [len(site.frames) for site in rows] != [depth]:
+        return [f"the stacks that were seen have {[len(site.frames) for site in rows]} frames"]
+    made, counted = driver_calls(tracer), table.times(rows[0].row).calls
+    return [] if made == counted else [f"{counted} of {made} waits were counted at their site"]
+
+
+def driver_calls(tracer: Tracer) -> int:
+    """How many waits with a stack there were."""
+    return tracer.counted()[BY_NAME[WITH.hook].id].calls
