@@ -38,4 +38,6 @@ def steps(count: int) -> list[Step]:
 
 if __name__ == "__main__":
     chain = [call, *steps(int(sys.argv[1]) - 2)]
+    for _ in range(20 if chain[1:] else 0):  # as in a loop: calls get specialised
+        chain[-1]([lambda *_: 0, *chain[1:-1]], ctypes.CDLL(None), [])
     sys.exit(chain[-1](chain[:-1], ctypes.CDLL(sys.argv[2]), [word.encode() for word in sys.argv[2:]]))

@@ -21,6 +21,7 @@ MAP_HASH(procs, u32, u32, 4096); /* tgid -> slot | PROC_FOLLOW: the filter */
 MAP_ARRAY(comms, struct wire_comm, COMM_ROWS);
 MAP_ARRAY(pythons, struct wire_python, WIRE_PROCS);
 MAP_ARRAY(site_keys, u64, WIRE_SITES);
+MAP_ARRAY(memos, struct wire_memos, 1);
 MAP_ARRAY(walks, struct wire_walk, WIRE_WALKS);
 MAP_ARRAY(sites, struct wire_site, WIRE_SITES);
 MAP_RING(vital, VITAL_BYTES);

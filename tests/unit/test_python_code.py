@@ -87,8 +87,8 @@ def python(parser: ParserClient) -> Python:
 def seen(code: types.CodeType, python: Python, instr: int) -> PyFrame:
     """As BPF would have seen it."""
     at = python.layout.code_block
-    block = ctypes.string_at(id(code) + at, 88)
-    table = ctypes.string_at(int.from_bytes(block[-8:], "little") + 16, 88) if python.layout.table_bytes else b""
+    block = ctypes.string_at(id(code) + at, python.layout.code_bytes)
+    table = ctypes.string_at(int.from_bytes(block[-8:], "little") + 16, 88) if python.layout.has_table else b""
     return PyFrame(id(code), instr, signature(id(code), block, table))
 
 

@@ -20,7 +20,6 @@ from stallscope.capture.pylayout import TABLE_BYTES
 __all__ = ["CodeReader", "CodeWords", "Place", "PyFrame", "signature"]
 
 MASK = (1 << 64) - 1
-MIXER = 0x9DDFEA08EB382D69
 MAX_PLACES = 1 << 14
 MAX_TEXT, MAX_NAME = 4096, 512
 MAX_TABLE = 1 << 16
@@ -58,36 +57,40 @@ class _Gone(Exception):
     """The code object is not there any more, or makes no sense."""
 
 
+def _factor(j: int) -> int:
+    """The j-th output of splitmix64, as in probes/python.h."""
+    z = (j + 1) * 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+_CODE = _factor(0)
+_NUMBERED = [_factor(j + 1) for j in range(7)]
+_MORE = [*_NUMBERED, *(_factor(j + 20) for j in range(7, 11))]
+_TABLE = [_factor(j + 11) for j in range(10)]
+
+
 def signature(code: int, block: bytes, table: bytes) -> int:
     """As in probes/python.h.
 
     Args:
         code: its address.
-        block: the eleven words.
+        block: the seven words of a code object that has a number, eleven of one that has none.
         table: 88 bytes of the line table's object from its size on, or b"" where the version does without.
     """
-    value, words = code, struct.unpack("<11Q", block)
-    for word in words:
-        value = _mix(value, word)
+    words = struct.unpack(f"<{len(block) // 8}Q", block)
+    total = code * _CODE + sum(w * f for w, f in zip(words, _MORE, strict=False))
     if table:
-        words = struct.unpack("<11Q", table)
-    size = words[0]
-    value = _mix(value, size)
-    for j in range(2, 11):
-        value = _mix(value, words[j] & _inside(size - 8 * (j - 2) & MASK))
-    return value & 0xFFFFFFFF
-
-
-def _mix(value: int, word: int) -> int:
-    value = (value ^ word) * MIXER & MASK
-    return value ^ value >> 29
+        size, _cached_hash, *rest = struct.unpack("<11Q", table)
+        inside = (w & _inside(size - 8 * j) for j, w in enumerate(rest))
+        total += sum(w * f for w, f in zip((size, *inside), _TABLE, strict=True))
+    return (total & MASK) >> 32
 
 
 def _inside(left: int) -> int:
-    """Mask of a word's bytes that lie inside a table of which so many are left; as BPF has it, which can't branch."""
-    whole = MASK if (7 - left) >> 63 & 1 else 0
-    some = MASK if -left >> 63 & 1 else 0
-    return some & (whole | ~(MASK << (left << 3 & 63)) & MASK)
+    """Mask of a word's bytes that lie inside a table of which so many are left."""
+    return MASK if left >= 8 else (1 << 8 * left) - 1 if left > 0 else 0
 
 
 class CodeReader:
@@ -108,8 +111,9 @@ class CodeReader:
 
     def sign(self, code: int) -> int:
         """Signature of a code object that is known to live; 0 where there is none."""
+        layout = self._python.layout
         try:
-            return self._signature(code, self._exactly(code + self._python.layout.code_block, TABLE_BYTES))
+            return self._signature(code, self._exactly(code + layout.code_block, layout.code_bytes))
         except _Gone:
             return 0
 
@@ -146,13 +150,13 @@ class CodeReader:
         layout = self._python.layout
         whole = self._exactly(frame.code, layout.table + 8)
         self._check_alive(whole, self._python.code_type)
-        block = whole[layout.code_block : layout.code_block + TABLE_BYTES]
+        block = whole[layout.code_block : layout.code_block + layout.code_bytes]
         if self._signature(frame.code, block) != frame.sig:
             raise _Gone
         return block, whole
 
     def _signature(self, code: int, block: bytes) -> int:
-        if not self._python.layout.table_bytes:
+        if not self._python.layout.has_table:
             return signature(code, block, b"")
         table = int.from_bytes(block[-8:], "little")
         # BPF copies all or nothing, too.

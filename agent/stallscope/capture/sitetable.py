@@ -16,11 +16,13 @@ __all__ = ["FSBASE", "FULL", "NO_THREAD", "UNREADABLE", "Site", "SiteTable", "Ti
 FSBASE, TAKEN, FULL = 40, 41, 42  # enum wire_ctl
 READY, NO_THREAD, UNREADABLE, DEEP = 1, 2, 4, 8  # enum wire_site_flag
 MAX_FRAMES = 32
+ENTRY = 0x80000000  # WIRE_PY_ENTRY
 _HEAD = struct.Struct("<QIIIIIIQ")
 _FRAME = struct.Struct("<QII")
 _SITE_BYTES = ffi.sizeof("struct wire_site")
 _TIME_AT = ffi.offsetof("struct wire_site", "time")
 _TIME = struct.Struct("<3Q")
+_PYTHON_WORDS = ffi.sizeof("struct wire_python") // 8
 _CHUNK_ROWS = 16  # the fewest that fill pages
 _CHUNK_BYTES = _CHUNK_ROWS * _SITE_BYTES
 assert _CHUNK_BYTES % mmap.ALLOCATIONGRANULARITY == 0 and lib.WIRE_SITES % _CHUNK_ROWS == 0
@@ -62,7 +64,7 @@ class SiteTable:
     def __init__(self, keys_fd: int, sites_fd: int, pythons_fd: int, ctl: Ctl) -> None:
         self._ctl = ctl
         self._keys = Table(keys_fd, 1, lib.WIRE_SITES)
-        self._pythons = Table(pythons_fd, 8, lib.WIRE_PROCS)
+        self._pythons = Table(pythons_fd, _PYTHON_WORDS, lib.WIRE_PROCS)
         self._key_map = mmap.mmap(keys_fd, 8 * lib.WIRE_SITES, mmap.MAP_SHARED, mmap.PROT_READ)
         self._key_words = memoryview(self._key_map).cast("Q")
         self._sites_fd = sites_fd
@@ -91,7 +93,7 @@ class SiteTable:
         if not flags & READY:
             return None
         slots = [_FRAME.unpack_from(data, _HEAD.size + 16 * i) for i in range(min(count, lib.WIRE_PY_FRAMES))]
-        frames = [PyFrame(*frame) for frame in slots if frame[0]]
+        frames = [PyFrame(code, instr & ~ENTRY, sig) for code, instr, sig in slots if code]
         is_cut = bool(flags & (UNREADABLE | DEEP)) or len(frames) > MAX_FRAMES
         return Site(row, flags, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut)
 
@@ -119,10 +121,11 @@ class SiteTable:
         at = python.layout
         words = (pid, image, python.tss_at, at.thread_id, at.frame, at.cframe, at.frame_bytes, at.previous, at.code,
                  at.instr, at.owner, at.shim_owner, at.instr_base, int(at.instr_base > 0), at.code_block,
-                 at.table_bytes)  # fmt: skip
-        pairs = struct.unpack("<8Q", struct.pack("<16I", *words))
+                 at.code_bytes, int(at.has_table), at.chunk, at.state_bytes, at.entry, at.entry_bit, at.number,
+                 int(at.number > 0), 0)  # fmt: skip
+        pairs = struct.unpack(f"<{_PYTHON_WORDS}Q", struct.pack(f"<{2 * _PYTHON_WORDS}I", *words))
         self._pythons.set_word(slot, 0, 0)  # whose it is comes last: nobody uses half of one
-        for index in range(7, -1, -1):
+        for index in reversed(range(_PYTHON_WORDS)):
             self._pythons.set_word(slot, index, pairs[index])
 
     def close(self) -> None:
