@@ -1,8 +1,8 @@
 """Cost of a wait whose Python line is looked up, as a multiple of bpftrace's latency histogram.
 
 One thread under a Python stack calls byte-identical functions in turn: bare, with bpftrace's uprobe and uretprobe, and
-with our wait pair, without and with the walk of the stack. Only the function itself is probed; a real runtime's call has
-the driver's inside it, which costs a pair more but no second walk (`attached` measures that, too).
+with our wait pair, without and with the walk of the stack. Only the function itself is probed; a real runtime's call
+has the driver's inside it, which costs a pair more ("no walk") but no second walk.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def _python(pid: int) -> Python:
         parser.close()
 
 
-def _of_one(
-    driver: Driver, library: StubLibrary, backend: str, effort: Effort, depth: int, far: int
-) -> list[Figure]:
+def _of_one(driver: Driver, library: StubLibrary, backend: str, effort: Effort, depth: int, far: int) -> list[Figure]:
     functions = [BARE, BPFTRACE, WITHOUT.function, WITH.function]
     version = _python(driver.pid).minor
     name = f"3.{version}, {depth} frames"

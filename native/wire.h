@@ -33,6 +33,9 @@
 #define WIRE_SITE_PROBES 16 /* double hashing: rows looked at for one site */
 #define WIRE_WALKS 128      /* stacks that are put together at once */
 #define WIRE_WALK_PROBES 4
+#define WIRE_STACKS 128
+#define WIRE_STACK_PROBES 8       /* copies of machine stacks that user space has not looked at yet */
+#define WIRE_STACK_PAGES 4        /* 12 to 16 KiB */
 #define WIRE_PY_FRAMES 36         /* slots of a stack: 32 frames, and those that CPython 3.12 puts between */
 #define WIRE_PY_CODE_WORDS 11     /* words of a code object, and of its line table, that a signature is made of */
 #define WIRE_PY_NUMBERED_WORDS 7  /* words of a code object that has a number, which do */
@@ -93,6 +96,7 @@ enum wire_ctl {
   WIRE_CONF_FSBASE = 40,      /* offset of task_struct.thread.fsbase; 0 = no Python stacks on this kernel */
   WIRE_SITE_TAKEN = 41,       /* rows of the table of sites taken so far; no loss */
   WIRE_SEEN_NO_SITE = 42,     /* table of sites full: a wait is counted without its site */
+  WIRE_SEEN_NO_STACK = 43,    /* table of stacks full: a site without its native frames */
   WIRE_CTL_SIZE = 64,
 };
 
@@ -282,12 +286,23 @@ struct wire_walk {
   uint64_t copy[WIRE_WALK_BYTES / 8];
 };
 
+/* The machine's stack at a new call site, from the entry of the hooked function; given back by user space. */
+struct wire_stack {
+  uint64_t busy;
+  uint64_t sp, bp; /* sp points to the return address */
+  uint64_t from;   /* where the first page lies, at or below sp */
+  uint64_t pages;  /* that could be read */
+  uint64_t page[WIRE_STACK_PAGES][512];
+  uint64_t reserved[507]; /* whole pages, so that user space can map one row */
+};
+
 /* One call site: outermost calls of one hook with one Python stack in one process. `time` counts those that returned. */
 struct wire_site {
   uint64_t flags; /* enum wire_site_flag; written last */
   uint32_t tgid;
   uint32_t slot;
-  uint32_t hook;
+  uint16_t hook;
+  uint16_t stack; /* row of the table of stacks + 1; 0 = none was free */
   uint32_t frames;
   uint32_t image;
   uint32_t tid; /* the thread that came first */
@@ -307,5 +322,6 @@ _Static_assert(sizeof(struct wire_comm) == 16, "wire_comm");
 _Static_assert(sizeof(struct wire_ending) == 1032, "wire_ending");
 _Static_assert(sizeof(struct wire_python) == 96, "wire_python");
 _Static_assert(sizeof(struct wire_site) == 1280, "wire_site");
+_Static_assert(sizeof(struct wire_stack) == 20480, "wire_stack");
 #endif
 #endif

@@ -23,6 +23,7 @@ MAP_ARRAY(pythons, struct wire_python, WIRE_PROCS);
 MAP_ARRAY(site_keys, u64, WIRE_SITES);
 MAP_ARRAY(memos, struct wire_memos, 1);
 MAP_ARRAY(walks, struct wire_walk, WIRE_WALKS);
+MAP_ARRAY(stacks, struct wire_stack, WIRE_STACKS);
 MAP_ARRAY(sites, struct wire_site, WIRE_SITES);
 MAP_RING(vital, VITAL_BYTES);
 MAP_RING(bulk, BULK_BYTES);

@@ -13,7 +13,7 @@
 #define FACTOR(j) FACTOR_C(FACTOR_B(FACTOR_A(((j) + 1) * 0x9e3779b97f4a7c15ull)))
 
 #ifdef NO_COOKIES /* a dozen programs would each carry two copies of the walk */
-INL u32 site_of(u64 id, u32 slot, u32 hook) {
+INL u32 site_of(struct pt_regs *ctx, u64 id, u32 slot, u32 hook) {
   return 0;
 }
 #else
@@ -230,13 +230,45 @@ INL u32 site_row(u64 key, int *is_new) {
   return !seen || seen == key ? spare : 0;
 }
 
-INL void fill_site(u32 row, u64 id, u32 slot, u32 hook, struct wire_walk *walk, u32 image) {
+/* A copy of the thread's stack, for user space to unwind by the files' tables: frame pointers are rare in what lies
+ * between a Python line and CUDA. Row + 1; 0 when none is free. Pages, since a whole range is read or nothing of it. */
+INL u32 take_stack(struct pt_regs *ctx, u32 first) {
+  u64 sp = ctx->sp;
+  u32 row = 0;
+  struct wire_stack *s = 0;
+#pragma unroll
+  for (u32 j = 0; j < WIRE_STACK_PROBES; j++) {
+    u32 i = (first + j) & (WIRE_STACKS - 1);
+    struct wire_stack *one = stacks.lookup(&i);
+    if (!row && one && !one->busy && !__sync_val_compare_and_swap(&one->busy, 0, 1)) {
+      row = i + 1;
+      s = one;
+    }
+  }
+  if (!s) {
+    bump(WIRE_SEEN_NO_STACK);
+    return 0;
+  }
+  s->sp = sp;
+  s->bp = FRAME_POINTER(ctx);
+  s->from = sp & ~4095ull;
+  s->pages = 0;
+#pragma unroll
+  for (u32 j = 0; j < WIRE_STACK_PAGES; j++) {
+    if (bpf_probe_read_user(s->page[j], 4096, (void *)((sp & ~4095ull) + 4096 * j))) break;
+    s->pages = j + 1;
+  }
+  return row;
+}
+
+INL void fill_site(struct pt_regs *ctx, u32 row, u64 id, u32 slot, u32 hook, struct wire_walk *walk, u32 image) {
   u32 i = row - 1;
   struct wire_site *s = sites.lookup(&i);
   if (!s) return;
   s->tgid = id >> 32;
   s->slot = slot;
   s->hook = hook;
+  s->stack = walk->frames ? take_stack(ctx, row) : 0;
   s->frames = walk->frames;
   s->image = image;
   s->tid = id;
@@ -250,7 +282,7 @@ INL void fill_site(u32 row, u64 id, u32 slot, u32 hook, struct wire_walk *walk, 
 }
 
 /* Row + 1 of the call that begins, 0 for none. */
-INL u32 site_of(u64 id, u32 slot, u32 hook) {
+INL u32 site_of(struct pt_regs *ctx, u64 id, u32 slot, u32 hook) {
   struct wire_python *p = pythons.lookup(&slot);
   if (!p || p->tgid != (u32)(id >> 32) || !wants_site(hook)) return 0;
   struct wire_walk *walk = take_walk();
@@ -264,7 +296,7 @@ INL u32 site_of(u64 id, u32 slot, u32 hook) {
     key = sign_frames(p, walk, key);
     MIX(key, walk->flags);
     row = site_row(key | 1, &is_new);
-    if (is_new) fill_site(row, id, slot, hook, walk, p->image);
+    if (is_new) fill_site(ctx, row, id, slot, hook, walk, p->image);
     walk->busy = 0;
   }
   if (!row) bump(WIRE_SEEN_NO_SITE);

@@ -145,6 +145,7 @@ class State:
             Kind.CREW: self.crews.look,
             Kind.SITE: self.sites.add,
             Kind.SITES: self.sites.count,
+            Kind.SITE_STACK: self.sites.restack,
             Kind.COST: self._cost,
             Kind.GPU: self.witnesses.look,
             Kind.WITNESS: self.witnesses.add,

@@ -24,6 +24,7 @@ TURNED_AWAY = {
     9: "operations have no sequence number because the communicator table was full",
     10: "forked processes are not traced because no process slot was free",
     42: "waits have no call site because the table of sites was full",
+    43: "call sites have no native frames because the table of stacks was full",
 }
 QUIET_NS = 200_000_000
 LONGEST_NS = 1_000_000_000

@@ -80,7 +80,7 @@ def signature(code: int, block: bytes, table: bytes) -> int:
         table: 88 bytes of the line table's object from its size on, or b"" where the version does without.
     """
     words = struct.unpack(f"<{len(block) // 8}Q", block)
-    total = code * _CODE + sum(w * f for w, f in zip(words, _MORE, strict=False))
+    total: int = code * _CODE + sum(w * f for w, f in zip(words, _MORE, strict=False))
     if table:
         size, _cached_hash, *rest = struct.unpack("<11Q", table)
         inside = (w & _inside(size - 8 * j) for j, w in enumerate(rest))
@@ -94,10 +94,14 @@ def _inside(left: int) -> int:
 
 
 class CodeReader:
-    """Resolves frames of one image of one process, and remembers."""
+    """Resolves frames of one image of one process, and remembers.
+
+    Attributes:
+        python: its interpreter.
+    """
 
     def __init__(self, pid: int, python: Python, parser: ParserClient) -> None:
-        self._pid, self._python, self._parser = pid, python, parser
+        self._pid, self.python, self._parser = pid, python, parser
         self._places: dict[PyFrame, Place] = {}
 
     def places(self, frames: Sequence[PyFrame]) -> list[Place | None]:
@@ -111,7 +115,7 @@ class CodeReader:
 
     def sign(self, code: int) -> int:
         """Signature of a code object that is known to live; 0 where there is none."""
-        layout = self._python.layout
+        layout = self.python.layout
         try:
             return self._signature(code, self._exactly(code + layout.code_block, layout.code_bytes))
         except _Gone:
@@ -120,7 +124,7 @@ class CodeReader:
     def _learn(self, read: list[tuple[PyFrame, CodeWords]]) -> None:
         if not read:
             return
-        unit, minor = self._python.layout.unit, self._python.minor
+        unit, minor = self.python.layout.unit, self.python.minor
         try:
             lines = self._parser.lines([(minor, w.first_line, f.instr * unit, w.table) for f, w in read])
         except ParserFailed:
@@ -136,7 +140,7 @@ class CodeReader:
             return None
 
     def _read(self, frame: PyFrame) -> CodeWords:
-        layout = self._python.layout
+        layout = self.python.layout
         block, whole = self._code(frame)
         first_line = int.from_bytes(whole[layout.first_line : layout.first_line + 4], "little")
         file, name = (int.from_bytes(whole[at : at + 8], "little") for at in (layout.file, layout.name))
@@ -147,16 +151,16 @@ class CodeReader:
 
     def _code(self, frame: PyFrame) -> tuple[bytes, bytes]:
         """(its signed words, its first bytes), alive and of that signature. Raises _Gone."""
-        layout = self._python.layout
+        layout = self.python.layout
         whole = self._exactly(frame.code, layout.table + 8)
-        self._check_alive(whole, self._python.code_type)
+        self._check_alive(whole, self.python.code_type)
         block = whole[layout.code_block : layout.code_block + layout.code_bytes]
         if self._signature(frame.code, block) != frame.sig:
             raise _Gone
         return block, whole
 
     def _signature(self, code: int, block: bytes) -> int:
-        if not self._python.layout.has_table:
+        if not self.python.layout.has_table:
             return signature(code, block, b"")
         table = int.from_bytes(block[-8:], "little")
         # BPF copies all or nothing, too.
@@ -165,7 +169,7 @@ class CodeReader:
     def _table(self, block: bytes) -> bytes:
         address = int.from_bytes(block[-8:], "little")
         head = self._exactly(address, BYTES_HEAD)
-        self._check_alive(head, self._python.bytes_type)
+        self._check_alive(head, self.python.bytes_type)
         size = int.from_bytes(head[16:24], "little")
         if size > MAX_TABLE:
             raise _Gone
@@ -175,19 +179,19 @@ class CodeReader:
         """By its type and reference count: in a freed block the allocator's list stands there. Raises _Gone."""
         count, found = struct.unpack_from("<QQ", head)
         # From 3.12 on the low half counts, and 3.14 keeps flags in the highest 16 bits.
-        flags = count >> 48 if self._python.minor >= 14 else 0
+        flags = count >> 48 if self.python.minor >= 14 else 0
         if found != kind or not count & 0xFFFFFFFF or count - (flags << 48) >> 32:
             raise _Gone
 
     def _text(self, address: int, limit: int) -> str:
         """A str object; raises _Gone where none is there."""
         head = self._exactly(address, STR_HEAD)
-        self._check_alive(head, self._python.str_type)
+        self._check_alive(head, self.python.str_type)
         length, state = int.from_bytes(head[16:24], "little"), int.from_bytes(head[32:36], "little")
         width, is_compact, is_ascii = state >> 2 & 7, state >> 5 & 1, state >> 6 & 1
         if not is_compact or width not in (1, 2, 4) or length > 1 << 20:
             raise _Gone
-        layout = self._python.layout
+        layout = self.python.layout
         length = min(length, limit)
         data = self._exactly(address + (layout.text if is_ascii else layout.wide_text), length * width)
         encoding = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[width]

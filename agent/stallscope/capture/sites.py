@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stallscope.capture.natives import entries_by_version
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import Facts
 from stallscope.capture.pycode import CodeReader
 from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown
 from stallscope.capture.sitetable import NO_THREAD, UNREADABLE, Site, SiteTable
 from stallscope.capture.target import Target
+from stallscope.capture.weaving import Unwoven, Weaver
 from stallscope.wire.frames import Kind
 
 __all__ = ["Sites"]
@@ -71,6 +73,7 @@ class Sites:
         self._table, self._parser, self._send, self._clock = table, parser, send, clock
         self._proc_of_slot, self._works = proc_of_slot, works
         self._finder = PythonFinder(parser)
+        self._weaver = Weaver(parser, send, clock, self._reader_of)
         self._images: dict[int, _Image] = {}
         self._rows: dict[int, _Row] = {}
         self._rows_of: dict[int, list[int]] = {}
@@ -90,6 +93,7 @@ class Sites:
         live = {target.proc for target in targets}
         for proc in self._rows_of.keys() - live:
             self._bury(self._rows_of.pop(proc))
+        self._weaver.step()
         if len(self._images) > len(live):
             self._images = {proc: image for proc, image in self._images.items() if proc in live}
 
@@ -150,6 +154,7 @@ class Sites:
     def _tell(self, site: Site, now: int) -> None:
         proc = self._proc_of_slot(site.slot)
         if proc is None:
+            self._table.take_stack(site.stack)
             self._table.free(site.row)  # its process came and went between two looks
             return
         frames, why = self._resolved(site, proc)
@@ -160,7 +165,20 @@ class Sites:
             {"at_ns": now, "proc": proc, "id": self._next_number, "hook": site.hook, "tid": site.tid, "frames": frames,
              "cut": site.is_cut, "why": why},
         )  # fmt: skip
+        self._weave_later(site, proc, frames)
         self._next_number += 1
+
+    def _weave_later(self, site: Site, proc: int, frames: list[Any]) -> None:
+        machine, reader = self._table.take_stack(site.stack), self._reader_of(proc)
+        if frames and reader is not None:
+            entries = entries_by_version(reader.python, len(frames), site.entries)
+            self._weaver.offer(
+                Unwoven(self._next_number, proc, site.pid, frames, entries, site.is_cut, machine, reader)
+            )
+
+    def _reader_of(self, proc: int) -> CodeReader | None:
+        image = self._images.get(proc)
+        return image.reader if image else None
 
     def _resolved(self, site: Site, proc: int) -> tuple[list[Any], str | None]:
         """Frames as in SITE frames, and why the innermost one is not known."""
@@ -168,8 +186,7 @@ class Sites:
             if site.flags & NO_THREAD:
                 return [], NOT_PYTHON
             return [], UNREADABLE_FRAME if site.flags & UNREADABLE else NO_FRAME
-        image = self._images.get(proc)
-        reader = image.reader if image else None
+        reader = self._reader_of(proc)
         places = reader.places(site.frames) if reader else [None] * len(site.frames)
         frames = [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]
         return frames, None if places[0] else CODE_GONE
@@ -206,4 +223,5 @@ class Sites:
     def finish(self, targets: Sequence[Target]) -> None:
         """The links are gone: the last new sites, and the last numbers of all."""
         self.look(targets)
+        self._weaver.finish()
         self.send()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from stallscope.capture._drain import ffi, lib
@@ -11,17 +12,19 @@ from stallscope.capture.pycode import PyFrame
 from stallscope.capture.pyconfig import Python
 from stallscope.capture.rings import Ctl, Table
 
-__all__ = ["FSBASE", "FULL", "NO_THREAD", "UNREADABLE", "Site", "SiteTable", "Times"]
+__all__ = ["FSBASE", "FULL", "NO_THREAD", "UNREADABLE", "Machine", "Site", "SiteTable", "Times", "entries_of"]
 
 FSBASE, TAKEN, FULL = 40, 41, 42  # enum wire_ctl
 READY, NO_THREAD, UNREADABLE, DEEP = 1, 2, 4, 8  # enum wire_site_flag
 MAX_FRAMES = 32
 ENTRY = 0x80000000  # WIRE_PY_ENTRY
-_HEAD = struct.Struct("<QIIIIIIQ")
+_HEAD = struct.Struct("<QIIHHIIIQ")
 _FRAME = struct.Struct("<QII")
 _SITE_BYTES = ffi.sizeof("struct wire_site")
 _TIME_AT = ffi.offsetof("struct wire_site", "time")
 _TIME = struct.Struct("<3Q")
+_STACK_HEAD = struct.Struct("<5Q")
+_STACK_BYTES = ffi.sizeof("struct wire_stack")
 _PYTHON_WORDS = ffi.sizeof("struct wire_python") // 8
 _CHUNK_ROWS = 16  # the fewest that fill pages
 _CHUNK_BYTES = _CHUNK_ROWS * _SITE_BYTES
@@ -31,7 +34,8 @@ assert _CHUNK_BYTES % mmap.ALLOCATIONGRANULARITY == 0 and lib.WIRE_SITES % _CHUN
 class Site(NamedTuple):
     """One row. `flags` as enum wire_site_flag; frames innermost first, those between Python frames left out.
 
-    `is_cut`: outer frames are missing.
+    `is_cut`: outer frames are missing. `entries`: so many frames were called by C code, each at that many frames from
+    the innermost one on, as far as frames tell. `stack`: row of the table of stacks + 1, 0 = none.
     """
 
     row: int
@@ -42,6 +46,8 @@ class Site(NamedTuple):
     tid: int
     frames: list[PyFrame]
     is_cut: bool
+    entries: list[int]
+    stack: int
 
 
 class Times(NamedTuple):
@@ -54,20 +60,42 @@ class Times(NamedTuple):
     buckets: list[int]
 
 
+class Machine(NamedTuple):
+    """A copy of a thread's stack, from the entry of a function on: its words from `sp`, where the return address is."""
+
+    sp: int
+    bp: int
+    stack: bytes
+
+
+def entries_of(slots: Sequence[tuple[bool, bool]]) -> list[int]:
+    """Where C code called Python: how many frames there are up to that.
+
+    Args:
+        slots: (whether it is a Python frame, whether C code called it) each, innermost first.
+    """
+    found, frames = [], 0
+    for is_python, is_entry in slots:
+        frames += is_python
+        if is_entry or not is_python:
+            found.append(frames)
+    return found
+
+
 class SiteTable:
     """Rows are claimed by BPF programs, and given back here when their process has ended.
 
     Args:
-        keys_fd, sites_fd, pythons_fd: the maps; stay their owner's.
+        keys_fd, sites_fd, pythons_fd, stacks_fd: the maps; stay their owner's.
     """
 
-    def __init__(self, keys_fd: int, sites_fd: int, pythons_fd: int, ctl: Ctl) -> None:
+    def __init__(self, keys_fd: int, sites_fd: int, pythons_fd: int, stacks_fd: int, ctl: Ctl) -> None:
         self._ctl = ctl
         self._keys = Table(keys_fd, 1, lib.WIRE_SITES)
         self._pythons = Table(pythons_fd, _PYTHON_WORDS, lib.WIRE_PROCS)
         self._key_map = mmap.mmap(keys_fd, 8 * lib.WIRE_SITES, mmap.MAP_SHARED, mmap.PROT_READ)
         self._key_words = memoryview(self._key_map).cast("Q")
-        self._sites_fd = sites_fd
+        self._sites_fd, self._stacks_fd = sites_fd, stacks_fd
         self._chunks: dict[int, mmap.mmap] = {}
 
     def taken(self) -> int:
@@ -89,13 +117,25 @@ class SiteTable:
         """One row; None while it is being written."""
         pages, begin = self._place(row)
         data = pages[begin : begin + _TIME_AT]
-        flags, pid, slot, hook, count, _image, tid, _at = _HEAD.unpack_from(data)
+        flags, pid, slot, hook, stack, count, _image, tid, _at = _HEAD.unpack_from(data)
         if not flags & READY:
             return None
         slots = [_FRAME.unpack_from(data, _HEAD.size + 16 * i) for i in range(min(count, lib.WIRE_PY_FRAMES))]
         frames = [PyFrame(code, instr & ~ENTRY, sig) for code, instr, sig in slots if code]
         is_cut = bool(flags & (UNREADABLE | DEEP)) or len(frames) > MAX_FRAMES
-        return Site(row, flags, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut)
+        entries = entries_of([(code > 0, bool(instr & ENTRY)) for code, instr, _ in slots])
+        return Site(row, flags, pid, slot, hook, tid, frames[:MAX_FRAMES], is_cut, entries, stack)
+
+    def take_stack(self, number: int) -> Machine | None:
+        """The copy of the stack that a site names, whose row is free then. None where there is none."""
+        if not 0 < number <= lib.WIRE_STACKS:
+            return None
+        with mmap.mmap(self._stacks_fd, _STACK_BYTES, offset=(number - 1) * _STACK_BYTES) as row:
+            _busy, sp, bp, begin, pages = _STACK_HEAD.unpack_from(row)
+            end = _STACK_HEAD.size + min(pages, lib.WIRE_STACK_PAGES) * 4096
+            data = row[_STACK_HEAD.size + sp - begin : end] if begin <= sp < begin + 4096 else b""
+            row[:8] = bytes(8)
+        return Machine(sp, bp, data) if len(data) >= 8 else None
 
     def calls(self, row: int) -> int:
         """How many calls returned."""

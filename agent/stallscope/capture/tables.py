@@ -81,7 +81,7 @@ class Tables:
         self.comms = Comms(maps["comms"])
         self.procs = ProcsMap(maps["procs"])
         self.endings = Endings(maps["endings"])
-        self.sites = SiteTable(maps["site_keys"], maps["sites"], maps["pythons"], self.ctl)
+        self.sites = SiteTable(maps["site_keys"], maps["sites"], maps["pythons"], maps["stacks"], self.ctl)
         self._usual = threshold(settings.one_in)
         self._set_up(settings)
 

@@ -10,7 +10,7 @@ from stallscope.output.rows import Row, bound
 from stallscope.output.tables import table
 from stallscope.output.words import at_least, count, cut, duration, least, share
 
-__all__ = ["Whose", "is_accident", "line_of", "lines", "own_frame", "waits", "walls_of"]
+__all__ = ["Whose", "is_accident", "line_of", "lines", "own_frame", "python_frames", "waits", "walls_of"]
 
 WAITS, LINES = 12, 10
 SMALL_PERCENT = 0.5
@@ -164,14 +164,20 @@ def _tell_unknown(unknown: list[Row], page: Console) -> None:
 
 
 def own_frame(stack: list[Row]) -> Row:
-    """The innermost frame in a file of the user's own, else the innermost one."""
-    return next((frame for frame in stack if not not_own(frame["file"])), stack[0])
+    """The innermost Python frame in a file of the user's own, else the innermost one."""
+    frames = python_frames(stack) or stack
+    return next((frame for frame in frames if not not_own(frame["file"])), frames[0])
+
+
+def python_frames(stack: list[Row]) -> list[Row]:
+    """Without native ones."""
+    return [frame for frame in stack if frame["kind"] == "python"]
 
 
 def line_of(frame: Row) -> str:
     """ "loop/train.py:42 step": the end of the path tells more than its beginning."""
     place = "/".join((frame["file"] or "?").split("/")[-2:])
-    return f"{place[-24:]}:{frame['line'] or '?'} {frame['function']}"
+    return f"{place[-24:]}:{frame['line'] or '?'} {frame['function'] or '?'}"
 
 
 def _sum(key: tuple[str, str], group: list[Row], walls: dict[int, int]) -> Row:

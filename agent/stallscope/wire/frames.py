@@ -76,6 +76,8 @@ SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, 
            site that returned; buckets as in `wire_time`, without empty ones. Cumulative; only rows that changed, and
            before the COUNTS of the same time, so that sites never add up to more than their hook. unknown: why the
            process as a whole has no sites
+SITE_STACK at_ns, id: of a SITE, frames: its stack again, with native frames between those of Python; of the first call
+           there. Where native frames are not known from somewhere on, one with function "[truncated]" and without file
 WITNESS    at_ns, source "ras", "nvml" or "async_error", says, detail {name: value}
 GPU        at_ns, note nil or text, devices [[index, uuid, util_percent, power_mw, power_limit_mw, sm_mhz, sm_max_mhz,
            memory_used_bytes, throttle mask, [pid..]]..], numbers nil where NVML did not say
@@ -149,6 +151,7 @@ class Kind(IntEnum):
     CREW = 34
     SITE = 30
     SITES = 35
+    SITE_STACK = 40
 
 
 class Frame(NamedTuple):
