@@ -52,19 +52,18 @@ class Unwinder:
         self._names: dict[tuple[int, ...], str | None] = {}
 
     def woven(
-        self, pid: int, sp: int, pc: int, bp: int | None, stack: bytes, frames: list[Row], entries: list[int], cut: bool
-    ) -> list[Row]:
+        self, scene: Scene, sp: int, pc: int, bp: int | None, stack: bytes, frames: list[Row], entries: list[int],
+        cut: bool,
+    ) -> list[Row]:  # fmt: skip
         """Frames as in SITE frames, Python's and native ones, innermost first.
 
         Args:
+            scene: of the process, which may have ended since.
             sp, pc, bp, stack: as for `ParserClient.natives`.
             frames: the Python frames.
             entries: as in `Site.entries`.
             cut: whether outer Python frames are missing.
         """
-        scene = Scene.of(pid, [])
-        if scene is None:
-            return truncated(frames)
         try:
             maps, files = scene.relevant(stack, pc)
             found = self._parser.natives(
@@ -72,9 +71,7 @@ class Unwinder:
             )
             shown = self._shown(scene, files, found.frames)
         except (ParserFailed, OSError):
-            return truncated(frames)
-        finally:
-            scene.close()
+            return truncated(frames)  # what could not be parsed is the target's; that it is missing is told so
         return _woven(shown, found.is_whole, frames, entries, cut)
 
     def _shown(self, scene: Scene, files: Sequence[int], frames: list[NativeFrame]) -> list[_Shown]:

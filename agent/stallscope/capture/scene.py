@@ -12,7 +12,7 @@ from stallscope.capture.procfs import Mapping, executable_mappings, vdso_of
 
 __all__ = ["Scene"]
 
-MAX_FILES = 32
+MAX_FILES, MAX_OPEN = 32, 64
 MAX_VDSO = 64 << 10
 
 
@@ -35,11 +35,13 @@ class Scene:
 
     @classmethod
     def of(cls, pid: int, hooks: list[tuple[int, int, int]]) -> Scene | None:
-        """None when the process is gone or may not be read."""
+        """None when the process is gone, has ended, or may not be read."""
         try:
             mappings = executable_mappings(pid)
             place = vdso_of(pid)
         except OSError:
+            return None
+        if not mappings:
             return None
         # Threads that spin on the clock are mostly there.
         vdso = Mapping(*place, 0, (0, 0), 0, "[vdso]") if place and place[1] - place[0] <= MAX_VDSO else None
@@ -71,6 +73,8 @@ class Scene:
 
     def _open(self, index: int) -> int | None:
         if index not in self._fds:
+            if len(self._fds) >= MAX_OPEN:
+                return None
             mapping = self._mappings[index]
             try:
                 self._fds[index] = self._copy(mapping) if mapping is self._vdso else open_mapping(self._pid, mapping)
@@ -86,5 +90,5 @@ class Scene:
 
     def close(self) -> None:
         """Close the files."""
-        for fd in self._fds.values():
-            os.close(fd)
+        while self._fds:
+            os.close(self._fds.popitem()[1])

@@ -73,7 +73,7 @@ class Sites:
         self._table, self._parser, self._send, self._clock = table, parser, send, clock
         self._proc_of_slot, self._works = proc_of_slot, works
         self._finder = PythonFinder(parser)
-        self._weaver = Weaver(parser, send, clock, self._reader_of)
+        self._weaver = Weaver(parser, send, clock)
         self._images: dict[int, _Image] = {}
         self._rows: dict[int, _Row] = {}
         self._rows_of: dict[int, list[int]] = {}
@@ -170,11 +170,10 @@ class Sites:
 
     def _weave_later(self, site: Site, proc: int, frames: list[Any]) -> None:
         machine, reader = self._table.take_stack(site.stack), self._reader_of(proc)
-        if frames and reader is not None:
+        # None is known of a program that has been replaced by another one since: its stack is not of that one's files.
+        if reader is not None and any(file for file, *_ in frames):
             entries = entries_by_version(reader.python, len(frames), site.entries)
-            self._weaver.offer(
-                Unwoven(self._next_number, proc, site.pid, frames, entries, site.is_cut, machine, reader)
-            )
+            self._weaver.offer(Unwoven(self._next_number, proc, frames, entries, site.is_cut), site.pid, machine)
 
     def _reader_of(self, proc: int) -> CodeReader | None:
         image = self._images.get(proc)

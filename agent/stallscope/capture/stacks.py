@@ -10,10 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from stallscope.capture.blocked import read_blocked
+from stallscope.capture.natives import Row, Unwinder, entries_by_version, truncated
 from stallscope.capture.parser_client import ParserClient
-from stallscope.capture.pycode import CodeReader
+from stallscope.capture.pycode import CodeReader, Place, PyFrame
 from stallscope.capture.pyconfig import Python, PythonFinder, Unknown
-from stallscope.capture.pystack import NotThere, frames_now
+from stallscope.capture.pystack import MAX_FRAMES, NotThere, frames_now
+from stallscope.capture.scene import Scene
 from stallscope.wire.frames import Kind
 
 __all__ = ["BY", "Stacks", "Wanted"]
@@ -22,7 +25,6 @@ MAX_QUEUE = 16
 BY = "memory"
 NO_PYTHON = "there is no Python in the process, or its memory can't be read"
 NOT_RUNNING = "its Python has not begun to run"
-Frame = tuple[str | None, int | None, str, str]
 Send = Callable[[Kind, dict[str, Any]], None]
 
 
@@ -40,6 +42,7 @@ class Stacks:
     def __init__(self, send: Send, clock: Callable[[], int], parser: ParserClient) -> None:
         self._send, self._clock, self._parser = send, clock, parser
         self._finder = PythonFinder(parser)
+        self._unwinder = Unwinder(parser)
         self._queue: deque[Wanted] = deque()
 
     def want(self, wanted: Wanted) -> None:
@@ -65,15 +68,30 @@ class Stacks:
         reader = CodeReader(wanted.pid, found, self._parser)
         for is_main, (tid, own) in zip((True, *[False] * len(wanted.tids)), wanted.tids.items(), strict=False):
             try:
-                frames = _named(reader, frames_now(wanted.pid, found, reader, own))
+                frames = self._stack_of(wanted.pid, reader, tid, own)
             except NotThere as problem:
                 if is_main:  # other threads that call CUDA need not be Python's
                     self._tell(wanted.proc, tid, [], str(problem))
             else:
                 self._tell(wanted.proc, tid, frames, None)
 
-    def _tell(self, proc: int, tid: int, frames: list[Frame], why: str | None) -> None:
-        body = {"at_ns": self._clock(), "proc": proc, "tid": tid, "by": BY, "frames": [list(f) for f in frames],
+    def _stack_of(self, pid: int, reader: CodeReader, tid: int, own: int) -> list[Row]:
+        """Python frames with native ones, if the thread does not move meanwhile. Raises NotThere."""
+        machine = read_blocked(pid, tid)
+        now = frames_now(pid, reader.python, reader, own)
+        rows = _named(reader, now.frames)
+        scene = Scene.of(pid, []) if machine is not None and machine == read_blocked(pid, tid) else None
+        if machine is None or scene is None or now.entries is None:
+            return truncated(rows)
+        sp, pc, stack = machine
+        entries = entries_by_version(reader.python, len(rows), now.entries)
+        try:
+            return self._unwinder.woven(scene, sp, pc, None, stack, rows, entries, len(rows) >= MAX_FRAMES)
+        finally:
+            scene.close()
+
+    def _tell(self, proc: int, tid: int, frames: list[Row], why: str | None) -> None:
+        body = {"at_ns": self._clock(), "proc": proc, "tid": tid, "by": BY, "frames": frames,
                 "why": why}  # fmt: skip
         self._send(Kind.STACK, body)
 
@@ -82,9 +100,9 @@ class Stacks:
         self._queue.clear()
 
 
-def _named(reader: CodeReader, frames: list[Any]) -> list[Frame]:
+def _named(reader: CodeReader, frames: list[PyFrame]) -> list[Row]:
     """As STACK frames want them."""
-    places: list[Any] = []
+    places: list[Place | None] = []
     for begin in range(0, len(frames), 32):  # so many line tables go to the parser at once
         places += reader.places(frames[begin : begin + 32])
-    return [(p.file, p.line, p.function, "python") if p else (None, None, "?", "python") for p in places]
+    return [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]

@@ -1,16 +1,17 @@
 """The requests "natives" and "names": the machine code's frames of a thread, from a copy of its stack, and what the
 functions are called.
 
-Unwound by the files' tables, as in "infer". Where a file has none, a frame pointer is followed if the function begins
-by setting it up; else the frames end there.
+Unwound by the files' tables, as in "infer". Where a file has none, a frame pointer is followed if the function's
+instructions set one up, and it is where they put it; else the frames end there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
+from typing import Any, NamedTuple
 
 from stallscope.parser import elf as e
+from stallscope.parser.depth import depth_at
 from stallscope.parser.elf import Elf
 from stallscope.parser.errors import ParseError
 from stallscope.parser.infer import address_of, view_of
@@ -23,8 +24,17 @@ __all__ = ["find_names", "find_natives"]
 
 MAX_FRAMES, MAX_NAMES = 256, 256
 MAX_SYMBOLS = 400_000  # of one table: a look through it takes 0.1 s
-PROLOGUE = b"\x55\x48\x89\xe5"  # push %rbp; mov %rsp,%rbp
+MAX_FUNCTION = 64 << 10
+PUSH_RBP = b"\x55"
 ENDBR64 = b"\xf3\x0f\x1e\xfa"
+
+
+class _Function(NamedTuple):
+    """A symbol: addresses in the file, bytes."""
+
+    start: int
+    size: int
+    name: bytes
 
 
 def find_natives(request: dict[str, Any], sources: list[Source]) -> dict[str, Any]:
@@ -56,22 +66,29 @@ def _beyond(view: View, links: Chain, found: list[Frame]) -> Frame | None:
     if stuck is None or view.range_of(stuck.pc) is None:
         return None
     found.append(stuck)
-    start = _start(view, stuck.pc)
-    if stuck.bp is None or start is None or not stuck.sp <= stuck.bp:
-        return None
-    code = (view.code(start, len(ENDBR64) + len(PROLOGUE)) or b"").removeprefix(ENDBR64)
-    outer, site = view.stack_word(stuck.bp), call_at(view, stuck.bp + 8)
-    if not code.startswith(PROLOGUE) or outer is None or site is None:
-        return None
-    return Frame(site[0] - 1, stuck.bp + 16, outer)
+    bp = _frame_pointer(view, stuck)
+    outer, site = (view.stack_word(bp), call_at(view, bp + 8)) if bp is not None else (None, None)
+    return None if bp is None or site is None else Frame(site[0] - 1, bp + 16, outer)
 
 
-def _start(view: View, pc: int) -> int | None:
-    """Where the function at an address begins in memory, by the file's symbols."""
+def _frame_pointer(view: View, frame: Frame) -> int | None:
+    """What rbp must be there, if the function uses it as a frame pointer: its instructions up to the pc tell."""
+    where = _function(view, frame.pc)
+    code = view.code(where[0], min(where[1], MAX_FUNCTION)) if where else None
+    if where is None or not code or not code.removeprefix(ENDBR64).startswith(PUSH_RBP):
+        return None
+    depth = depth_at(code, frame.pc - where[0])
+    bp = frame.sp + depth.size if depth is not None and not depth.slack else None
+    return bp if frame.bp in (bp, None) else None
+
+
+def _function(view: View, pc: int) -> tuple[int, int] | None:
+    """Where the function at an address begins in memory, and its size in bytes, by the file's symbols."""
     place = view.file_address(pc)
     elf = view.elf(place[0].file) if place else None
     named = _named(elf, [place[1]]) if place and elf else {}
-    return pc - place[1] + named[place[1]][0] if place and place[1] in named else None
+    found = named.get(place[1]) if place else None
+    return (pc - place[1] + found.start, found.size) if place and found else None
 
 
 def _place(view: View, pc: int) -> list[int]:
@@ -88,12 +105,12 @@ def find_names(source: Source, vaddrs: list[int]) -> dict[str, Any]:
     if len(vaddrs) > MAX_NAMES:
         raise source.error(f"{len(vaddrs)} addresses asked for")
     named = _named(e.load(source), [address_of(vaddr) for vaddr in vaddrs])
-    return {"names": [named[v][1].decode("utf-8", "replace") if v in named else None for v in vaddrs]}
+    return {"names": [named[v].name.decode("utf-8", "replace") if v in named else None for v in vaddrs]}
 
 
-def _named(elf: Elf, vaddrs: list[int]) -> dict[int, tuple[int, bytes]]:
-    """Address -> (start, name) of the function around it; what the loader reads counts first."""
-    found: dict[int, tuple[int, bytes]] = {}
+def _named(elf: Elf, vaddrs: list[int]) -> dict[int, _Function]:
+    """Address -> the function around it; what the loader reads counts first."""
+    found: dict[int, _Function] = {}
     for locate in (dynamic_table, full_table):
         left = sorted({vaddr for vaddr in vaddrs if vaddr not in found})
         try:
@@ -105,12 +122,12 @@ def _named(elf: Elf, vaddrs: list[int]) -> dict[int, tuple[int, bytes]]:
     return found
 
 
-def _look_through(elf: Elf, table: Table, wanted: list[int], found: dict[int, tuple[int, bytes]]) -> None:
+def _look_through(elf: Elf, table: Table, wanted: list[int], found: dict[int, _Function]) -> None:
     """Add those of a table; of functions inside each other the one that begins last."""
     for start, size, name in sized_functions(elf, table):
         index = bisect_left(wanted, start)
         while index < len(wanted) and wanted[index] < start + size:
             known = found.get(wanted[index])
-            if known is None or known[0] < start:
-                found[wanted[index]] = (start, name())
+            if known is None or known.start < start:
+                found[wanted[index]] = _Function(start, size, name())
             index += 1
