@@ -73,7 +73,11 @@ def sites_part(bench: Bench) -> list[Figure]:
         raise RuntimeError(why)
     driver = build_program("driver", as_library=True)
     effort = percall.Effort(bench.rounds(15, 5), 5, 2000)
-    return sites.measure(driver, bench.libraries, bench.backends[-1], effort, bench.near, bench.far)
+    found = sites.measure(driver, bench.libraries, bench.backends[-1], effort, bench.near, bench.far)
+    library = endtoend.cudart()
+    if library is None:
+        return [*found, not_measured("slowdown", "there is no libcudart to call (make build makes a simulated one)")]
+    return [*found, *sites.measure_slowdown(library, bench.backends[-1], bench.rounds(11, 3))]
 
 
 def stranger_part(bench: Bench) -> list[Figure]:

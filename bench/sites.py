@@ -8,13 +8,17 @@ has the driver's inside it, which costs a pair more ("no walk") but no second wa
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import percall
 from bpftrace import Bpftrace
+from crowd import attached
 from driver import Driver
 from figures import Figure, of
 from percall import ALL, BARE, BPFTRACE, Effort
@@ -25,10 +29,11 @@ from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.pyconfig import NotYet, Python, PythonFinder
 from stallscope.wire.hook_table import BY_NAME
 
-__all__ = ["measure", "pythons"]
+__all__ = ["measure", "measure_slowdown", "pythons"]
 
 DEPTHS = (2, 20)
-BAR, RING_BAR = 2.5, 60
+BAR, RING_BAR, SLOWDOWN_BAR = 2.5, 60, 2.0
+WAITS, SETTLE_S = 1500, 0.5
 WITHOUT, WITH = Use(2, "cudaStreamSynchronize_ptsz", ALL), Use(3, "cudaStreamSynchronize", ALL)
 TARGET = Path(__file__).with_name("pydeep.py")
 
@@ -50,6 +55,61 @@ def measure(
             with Driver(words, near, libraries) as process:
                 found += _of_one(process, libraries[0], backend, effort, depth, far)
     return found
+
+
+def measure_slowdown(library: Path, backend: str, count: int) -> list[Figure]:
+    """How much longer 1,500 waits of 300 us with 20 frames take while the product is attached, in %: interleaved."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library.parent), "STALLSCOPE_SIM_LIB": str(library.parent)}
+    command = [sys.executable, str(TARGET.with_name("pywaits.py")), str(library)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )  # fmt: skip
+    try:
+        _answer(process)
+        pairs = [(_seconds(process), _seconds_attached(process, backend)) for _ in range(count)]
+    finally:
+        process.kill()
+        process.communicate()
+    bare = [WAITS / one for one, _ in pairs]
+    more = [100 * (traced / one - 1) for one, traced in pairs]
+    slow = statistics.median(bare) < 0.8 * WAITS
+    faults = ["the machine was too busy for 1,500 waits a second"] if slow else []
+    return [
+        of("waits a second, not traced", "1/s", bare),
+        of(
+            f"a program with such waits, longer by [{backend}]",
+            "%",
+            more,
+            bar=SLOWDOWN_BAR,
+            note="% of wall time",
+            faults=faults,
+        ),
+    ]
+
+
+def _answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the waiting program ended with {process.wait()}")
+    return line
+
+
+def _seconds(process: subprocess.Popen[str]) -> float:
+    """The shorter of two windows: what the machine does meanwhile only makes them longer."""
+    assert process.stdin is not None
+    found = []
+    for _ in range(2):
+        process.stdin.write("m\n")
+        process.stdin.flush()
+        found.append(float(_answer(process)))
+    return min(found)
+
+
+def _seconds_attached(process: subprocess.Popen[str], backend: str) -> float:
+    with attached(process.pid, backend):
+        time.sleep(SETTLE_S)
+        return _seconds(process)
 
 
 @contextlib.contextmanager
