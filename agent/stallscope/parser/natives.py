@@ -25,6 +25,7 @@ __all__ = ["find_names", "find_natives"]
 MAX_FRAMES, MAX_NAMES = 256, 256
 MAX_SYMBOLS = 400_000  # of one table: a look through it takes 0.1 s
 MAX_FUNCTION = 64 << 10
+MAX_BY_POINTER = 16  # frames without a table: each takes a look through the symbols
 PUSH_RBP = b"\x55"
 ENDBR64 = b"\xf3\x0f\x1e\xfa"
 
@@ -51,8 +52,9 @@ def find_natives(request: dict[str, Any], sources: list[Source]) -> dict[str, An
     bp = request.get("bp")
     frame: Frame | None = Frame(address_of(request["pc"]), view.sp, None if bp is None else address_of(bp))
     found: list[Frame] = []
-    is_whole = False
-    while frame is not None and len(found) < MAX_FRAMES:
+    is_whole, left = False, MAX_BY_POINTER
+    while frame is not None and len(found) < MAX_FRAMES and left:
+        left -= 1
         links = chain(view, frame, lambda _: True)
         found += [f for f, _ in links.frames]
         is_whole = links.stuck is None and bool(links.frames) and links.frames[-1][1] == 0
