@@ -155,6 +155,27 @@ def test_a_c_extension_between_two_python_lines(python: str, how: str) -> None:
             assert between(stack, "twice", "outer") == (whole if how != "bare" else [])
 
 
+@pytest.mark.parametrize("python", KNOWN)
+def test_another_interpreter_in_the_same_thread(python: str) -> None:
+    """Its waits are its own or unknown, never its caller's; those of the first one too are exact, or unknown."""
+    with Program([python, ROOT / "tests/targets/subinterpreter.py", 5]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid]).attached() as tracer:
+            program.say()
+            truth, report = program.truth(), tracer.report()
+    found: Counter[str] = Counter()
+    for stall in report["stalls"]:
+        if stall["site"]:
+            found[f"{stall['site']['function']}:{stall['site']['line']}"] += stall["count"]
+        else:
+            assert stall["site_unknown"]
+    assert found.pop("other:5", 0) <= truth["others"]
+    assert all(truth["sites"].get(place, 0) >= count for place, count in found.items()), found
+    assert sum(stall["count"] for stall in report["stalls"]) == truth["others"] + sum(truth["sites"].values())
+    if minor(python) >= 12:
+        assert found == truth["sites"]
+
+
 def test_a_wait_that_lasts_shows_its_stack() -> None:
     with Program([sys.executable, TARGET, 1, 60_000_000]) as program:
         program.wait_for("ready")

@@ -15,7 +15,7 @@ from stallscope.capture.natives import entries_by_version
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import Facts
 from stallscope.capture.pycode import CodeReader
-from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown
+from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown, has_hidden_threads
 from stallscope.capture.sitetable import NO_THREAD, UNREADABLE, Site, SiteTable
 from stallscope.capture.target import Target
 from stallscope.capture.weaving import Unwoven, Weaver
@@ -28,6 +28,7 @@ NO_FRAME = "the thread runs no Python code"
 UNREADABLE_FRAME = "its Python frame could not be read"
 NO_PYTHON = "there is no Python in the process"
 NOT_RUNNING = "its Python has not begun to run"
+OTHERS = "there is more than one Python interpreter in the process"
 CODE_GONE = "its code object was gone, or could not be read"
 RETRY_NS, RETRIES = 250_000_000, 240
 LOOKED_AT_ONCE = 4  # processes to configure in one look of the loop
@@ -45,6 +46,7 @@ class _Image:
     tries: int = 0
     is_known: bool = False
     reader: CodeReader | None = None
+    has_others: bool = False
 
 
 @dataclass
@@ -181,6 +183,8 @@ class Sites:
 
     def _resolved(self, site: Site, proc: int) -> tuple[list[Any], str | None]:
         """Frames as in SITE frames, and why the innermost one is not known."""
+        if self._has_others(site, proc):
+            return [], OTHERS
         if not site.frames:
             if site.flags & NO_THREAD:
                 return [], NOT_PYTHON
@@ -189,6 +193,20 @@ class Sites:
         places = reader.places(site.frames) if reader else [None] * len(site.frames)
         frames = [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]
         return frames, None if places[0] else CODE_GONE
+
+    def _has_others(self, site: Site, proc: int) -> bool:
+        """Whether the frames may be those of another interpreter than the one that waits; no more are walked then."""
+        image = self._images.get(proc)
+        if image is None or image.reader is None:
+            return False
+        if not image.has_others and has_hidden_threads(site.pid, image.reader.python):
+            image.has_others = True
+            self._table.forget(site.slot)
+            self._send(
+                Kind.NOTE,
+                {"at_ns": self._clock(), "proc": proc, "text": f"no Python call sites from now on: {OTHERS}"},
+            )
+        return image.has_others
 
     def _bury(self, rows: list[int]) -> None:
         """The last numbers of a process that has ended; its rows are free then."""

@@ -168,6 +168,10 @@ class SiteTable:
         for index in reversed(range(_PYTHON_WORDS)):
             self._pythons.set_word(slot, index, pairs[index])
 
+    def forget(self, slot: int) -> None:
+        """Walk no frames of that process any more."""
+        self._pythons.set_word(slot, 0, 0)
+
     def close(self) -> None:
         """Unmap."""
         self._key_words.release()
