@@ -1,7 +1,8 @@
-"""Runs the calling program of bench/driver.c under a Python stack: pydeep.py FRAMES DRIVER.so CORE LIBRARY...
+"""Runs the calling program of bench/driver.c under a Python stack: pydeep.py FRAMES PASSES DRIVER.so CORE LIBRARY...
 
 Every call that the driver makes is then a call of a Python thread, from a stack of FRAMES frames, which stand still
-meanwhile. Each is a function of its own, of a usual size, as in a program that does not recurse.
+meanwhile. Each is a function of its own, of a usual size, as in a program that does not recurse. PASSES: how often the
+functions have called each other before, as in a loop, after which the interpreter has specialised the calls.
 """
 
 from __future__ import annotations
@@ -38,6 +39,6 @@ def steps(count: int) -> list[Step]:
 
 if __name__ == "__main__":
     chain = [call, *steps(int(sys.argv[1]) - 2)]
-    for _ in range(20 if chain[1:] else 0):  # as in a loop: calls get specialised
+    for _ in range(int(sys.argv[2]) if chain[1:] else 0):
         chain[-1]([lambda *_: 0, *chain[1:-1]], ctypes.CDLL(None), [])
-    sys.exit(chain[-1](chain[:-1], ctypes.CDLL(sys.argv[2]), [word.encode() for word in sys.argv[2:]]))
+    sys.exit(chain[-1](chain[:-1], ctypes.CDLL(sys.argv[3]), [word.encode() for word in sys.argv[3:]]))

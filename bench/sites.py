@@ -31,7 +31,7 @@ from stallscope.wire.hook_table import BY_NAME
 
 __all__ = ["measure", "measure_slowdown", "pythons"]
 
-DEPTHS = (2, 20)
+CASES = ((2, 20), (20, 20), (20, 0))  # frames, and how often their functions were called before
 BAR, RING_BAR, SLOWDOWN_BAR = 2.5, 60, 2.0
 WAITS, SETTLE_S = 1500, 0.5
 WITHOUT, WITH = Use(2, "cudaStreamSynchronize_ptsz", ALL), Use(3, "cudaStreamSynchronize", ALL)
@@ -50,10 +50,11 @@ def measure(
     """The figures of every interpreter and depth; `driver`: driver.c as a library."""
     found = []
     for python in pythons():
-        for depth in DEPTHS:
-            words = [python, str(TARGET), str(depth), str(driver)]
+        for depth, passes in CASES:
+            words = [python, str(TARGET), str(depth), str(passes), str(driver)]
             with Driver(words, near, libraries) as process:
-                found += _of_one(process, libraries[0], backend, effort, depth, far)
+                name = f"{depth} frames" if passes else f"{depth} frames, called once"
+                found += _of_one(process, libraries[0], backend, effort, (depth, name, BAR if passes else None), far)
     return found
 
 
@@ -138,10 +139,13 @@ def _python(pid: int) -> Python:
         parser.close()
 
 
-def _of_one(driver: Driver, library: StubLibrary, backend: str, effort: Effort, depth: int, far: int) -> list[Figure]:
+def _of_one(
+    driver: Driver, library: StubLibrary, backend: str, effort: Effort, case: tuple[int, str, float | None], far: int
+) -> list[Figure]:
+    """`case`: how many frames, what it is called, and the bar."""
+    depth, name, bar = case
     functions = [BARE, BPFTRACE, WITHOUT.function, WITH.function]
-    version = _python(driver.pid).minor
-    name = f"3.{version}, {depth} frames"
+    name = f"3.{_python(driver.pid).minor}, {name}"
     with _attached(driver, library, backend) as tracer, Bpftrace(driver, library, BPFTRACE, far) as other:
         with Drainer([tracer], far):
             rounds = list(percall.rounds_of(driver, functions, effort))
@@ -154,7 +158,7 @@ def _of_one(driver: Driver, library: StubLibrary, backend: str, effort: Effort, 
     return [
         of(f"bpftrace [{name}]", "ns", over[BPFTRACE], note="ns over bare = 1"),
         of(f"wait, no walk [{name}]", "of bpftrace", ratios[2], note=f"{ns[2]:.0f} ns over bare"),
-        of(f"wait [{name}]", "of bpftrace", ratios[3], bar=BAR, note=f"{ns[3]:.0f} ns over bare", faults=faults),
+        of(f"wait [{name}]", "of bpftrace", ratios[3], bar=bar, note=f"{ns[3]:.0f} ns over bare", faults=faults),
         of(f"more of the ring [{name}]", "bytes", [ring[1] - ring[0]], bar=RING_BAR, note="bytes a call"),
     ]
 
