@@ -106,7 +106,7 @@ INL u32 signature(struct wire_python *p, u64 code, u64 *w) {
 /* Signatures without a read of the code object, where they are proven to be those of an earlier walk: a function of
  * CPython 3.11 has a number, once its calls are specialised, that no other one ever gets, and that it loses when it gets
  * another code object. Where a function has none, that is asked again at every 16th walk. */
-#define MEMO(p, code) ((code)*FACTOR(30ull) + (p)->image * FACTOR(31ull))
+#define MEMO(p, code) ((code)*FACTOR(30ull) + ((u64)(p)->tgid << 32 | (p)->image) * FACTOR(31ull))
 #define PROOF(key, number) (((key) ^ (number)*FACTOR(32ull)) << 32)
 #define SLOT(key) ((key) >> (64 - WIRE_MEMO_BITS) & ((1 << WIRE_MEMO_BITS) - 1))
 
