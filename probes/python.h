@@ -6,10 +6,11 @@
 #define MIX(h, v) ((h) = ((h) ^ (v)) * 0x9ddfea08eb382d69ull, (h) ^= (h) >> 29)
 /* One after the other: left to itself the compiler loads all words at once, and 512 bytes of stack don't hold them. */
 #define IN_TURN(x) asm volatile("" : "+r"(x) : : "memory")
-/* The output of splitmix64 for j: factors without a pattern, folded by the compiler. */
+/* The output of splitmix64 for j, made odd so that no bit of what it multiplies is lost: factors without a pattern, folded
+ * by the compiler. */
 #define FACTOR_A(z) (((z) ^ (z) >> 30) * 0xbf58476d1ce4e5b9ull)
 #define FACTOR_B(z) (((z) ^ (z) >> 27) * 0x94d049bb133111ebull)
-#define FACTOR_C(z) ((z) ^ (z) >> 31)
+#define FACTOR_C(z) (((z) ^ (z) >> 31) | 1)
 #define FACTOR(j) FACTOR_C(FACTOR_B(FACTOR_A(((j) + 1) * 0x9e3779b97f4a7c15ull)))
 
 #ifdef NO_COOKIES /* a dozen programs would each carry two copies of the walk */

@@ -58,11 +58,11 @@ class _Gone(Exception):
 
 
 def _factor(j: int) -> int:
-    """The j-th output of splitmix64, as in probes/python.h."""
+    """The j-th output of splitmix64, made odd, as in probes/python.h."""
     z = (j + 1) * 0x9E3779B97F4A7C15 & MASK
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
-    return z ^ z >> 31
+    return (z ^ z >> 31) | 1
 
 
 _CODE = _factor(0)
