@@ -13,7 +13,7 @@ from pathlib import Path
 
 from figures import Figure, of
 
-__all__ = ["measure"]
+__all__ = ["attached", "measure"]
 
 CHILDREN = 64
 BAR = 1.3
@@ -54,7 +54,8 @@ class _Caller:
 
 
 @contextlib.contextmanager
-def _attached(pid: int, backend: str) -> Iterator[None]:
+def attached(pid: int, backend: str) -> Iterator[None]:
+    """The product's command, attached while the context lasts."""
     command = [sys.executable, "-m", "stallscope.cli.main", "attach", str(pid), "--backend", backend]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -71,7 +72,7 @@ def _attached(pid: int, backend: str) -> Iterator[None]:
 def _added(caller: _Caller, backend: str) -> Costs:
     """What the tracer adds to a launch and to a wait, ns."""
     bare = caller.costs()
-    with _attached(caller.pid, backend):
+    with attached(caller.pid, backend):
         time.sleep(SETTLE_S)  # links that were replaced are closed in the background
         traced = caller.costs()
     return traced[0] - bare[0], traced[1] - bare[1]

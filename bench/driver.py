@@ -19,12 +19,13 @@ class Driver:
     """A pinned process that has the libraries mapped and calls functions of the first one.
 
     Args:
-        program: the compiled driver.c.
+        program: the compiled driver.c, or the words of a command that runs it.
         core: the CPU it runs on.
     """
 
-    def __init__(self, program: Path, core: int, libraries: Sequence[StubLibrary]) -> None:
-        command = [str(program), str(core), *(str(library.path) for library in libraries)]
+    def __init__(self, program: Path | Sequence[str], core: int, libraries: Sequence[StubLibrary]) -> None:
+        words = [str(program)] if isinstance(program, Path) else program
+        command = [*words, str(core), *(str(library.path) for library in libraries)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._library = libraries[0]
         pid, first = self._answer().split()

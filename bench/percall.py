@@ -20,7 +20,7 @@ from tracer import Counted, Drainer, Tracer, Use, program_times
 
 from stallscope.wire.hook_table import BY_NAME
 
-__all__ = ["BARE", "BPFTRACE", "Effort", "Variant", "measure", "program_ns", "variants"]
+__all__ = ["BARE", "BPFTRACE", "Effort", "Variant", "measure", "program_ns", "rounds_of", "variants"]
 
 ALL, NONE, ONE_IN_100 = 0xFFFFFFFF, 0, (1 << 32) // 100
 BARE, BPFTRACE = 0, 1
@@ -76,7 +76,7 @@ def _attached(driver: Driver, library: StubLibrary, chosen: Sequence[Variant]) -
         yield tracers
 
 
-def _rounds(driver: Driver, functions: Sequence[int], effort: Effort) -> Iterator[dict[int, float]]:
+def rounds_of(driver: Driver, functions: Sequence[int], effort: Effort) -> Iterator[dict[int, float]]:
     """ns per call by function, for each round; the first one warms up and is not given out."""
     for index in range(effort.rounds + 1):
         forward = {f: driver.measure(f, effort.calls, effort.windows) for f in functions}
@@ -93,7 +93,7 @@ def measure(driver: Driver, library: StubLibrary, backends: Sequence[str], effor
         if driver.probed(BARE):
             raise RuntimeError("something is on the function that shall be bare")
         with Drainer(list(tracers.values()), core):
-            rounds = list(_rounds(driver, functions, effort))
+            rounds = list(rounds_of(driver, functions, effort))
         counted = {backend: tracer.counted() for backend, tracer in tracers.items()}
         figures = _references(rounds, other.stop(), driver.calls[BPFTRACE])
     for v in chosen:

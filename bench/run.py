@@ -22,6 +22,7 @@ import draining
 import endtoend
 import forks
 import percall
+import sites
 import stranger
 from driver import Driver
 from figures import Figure, facts, not_measured, print_table
@@ -30,7 +31,7 @@ from stub_library import StubLibrary, build_libraries, build_program
 from stallscope.capture.loader import load
 from stallscope.errors import StallscopeError
 
-PARTS = ("percall", "stranger", "drain", "detach", "attach", "crowd", "forks")
+PARTS = ("percall", "sites", "stranger", "drain", "detach", "attach", "crowd", "forks")
 OUTPUT = Path(__file__).resolve().parents[1] / "build" / "bench.json"
 STATS_SWITCH = Path("/proc/sys/kernel/bpf_stats_enabled")
 
@@ -64,6 +65,19 @@ def percall_part(bench: Bench) -> list[Figure]:
     effort = percall.Effort(bench.rounds(15, 3), 5, 4000)
     with bench.run_driver() as driver:
         return percall.measure(driver, bench.libraries[0], bench.backends, effort, bench.far)
+
+
+def sites_part(bench: Bench) -> list[Figure]:
+    """Cost of a wait whose Python line is looked up."""
+    if why := bpftrace.missing():
+        raise RuntimeError(why)
+    driver = build_program("driver", as_library=True)
+    effort = percall.Effort(bench.rounds(15, 5), 5, 2000)
+    found = sites.measure(driver, bench.libraries, bench.backends[-1], effort, bench.near, bench.far)
+    library = endtoend.cudart()
+    if library is None:
+        return [*found, not_measured("slowdown", "there is no libcudart to call (make build makes a simulated one)")]
+    return [*found, *sites.measure_slowdown(library, bench.backends[-1], bench.rounds(11, 3))]
 
 
 def stranger_part(bench: Bench) -> list[Figure]:
@@ -125,6 +139,7 @@ def stats_part(bench: Bench) -> list[Figure]:
 
 MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "percall": percall_part,
+    "sites": sites_part,
     "stranger": stranger_part,
     "drain": drain_part,
     "detach": detach_part,

@@ -39,10 +39,10 @@ def _compile(words: list[str]) -> None:
     subprocess.run(["gcc", *_FLAGS, *words], check=True)
 
 
-def build_program(name: str) -> Path:
-    """Compiles bench/NAME.c. Raises CalledProcessError."""
-    out = BUILD / name
-    _compile([str(HERE / f"{name}.c"), "-o", str(out), "-ldl"])
+def build_program(name: str, *, as_library: bool = False) -> Path:
+    """Compiles bench/NAME.c; as a library its `main` can be called. Raises CalledProcessError."""
+    out = BUILD / (f"lib{name}.so" if as_library else name)
+    _compile([str(HERE / f"{name}.c"), *(["-shared", "-fPIC"] if as_library else []), "-o", str(out), "-ldl"])
     return out
 
 

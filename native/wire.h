@@ -33,10 +33,17 @@
 #define WIRE_SITE_PROBES 16 /* double hashing: rows looked at for one site */
 #define WIRE_WALKS 128      /* stacks that are put together at once */
 #define WIRE_WALK_PROBES 4
-#define WIRE_PY_FRAMES 36     /* slots of a stack: 32 frames, and those that CPython 3.12 puts between */
-#define WIRE_PINS 64          /* ranges of pinned host memory of one process */
-#define WIRE_DEEDS 8          /* what a thread does, by enum wire_deed */
-#define WIRE_PY_CODE_WORDS 11 /* words of a code object, and of its line table, that a signature is made of */
+#define WIRE_STACKS 128
+#define WIRE_STACK_PROBES 8       /* copies of machine stacks that user space has not looked at yet */
+#define WIRE_STACK_PAGES 4        /* 12 to 16 KiB */
+#define WIRE_PY_FRAMES 36         /* slots of a stack: 32 frames, and those that CPython 3.12 puts between */
+#define WIRE_PINS 64              /* ranges of pinned host memory of one process */
+#define WIRE_DEEDS 8              /* what a thread does, by enum wire_deed */
+#define WIRE_PY_CODE_WORDS 11     /* words of a code object, and of its line table, that a signature is made of */
+#define WIRE_PY_NUMBERED_WORDS 7  /* words of a code object that has a number, which do */
+#define WIRE_PY_ENTRY 0x80000000u /* in wire_py_frame.instr */
+#define WIRE_MEMO_BITS 13
+#define WIRE_WALK_BYTES 4096 /* how much of a thread's frames is read at once */
 
 enum wire_kind {
   WIRE_CALL = 0,      /* entry of a hook without return probe: dur_ns is unknown */
@@ -92,6 +99,7 @@ enum wire_ctl {
   WIRE_SITE_TAKEN = 41,       /* rows of the table of sites taken so far; no loss */
   WIRE_SEEN_NO_SITE = 42,     /* table of sites full: a wait is counted without its site */
   WIRE_SEEN_NO_PIN = 43,      /* table of pinned ranges full: whether memory is pinned is not known any more */
+  WIRE_SEEN_NO_STACK = 44,    /* table of stacks full: a site without its native frames */
   WIRE_CTL_SIZE = 64,
 };
 
@@ -298,16 +306,23 @@ struct wire_python {
   uint32_t shim_owner; /* owners from here on are no Python frames */
   uint32_t instr_base; /* of a code object: where its instructions begin, for an address */
   uint32_t is_address; /* 1: instr is an address, 0: a number */
-  uint32_t code_block; /* of a code object: WIRE_PY_CODE_WORDS immutable words, the last one its line table */
-  uint32_t
-      table_bytes; /* of the line table's size, hash and beginning, for the signature: 8 * WIRE_PY_CODE_WORDS or 0 */
+  uint32_t code_block; /* of a code object: immutable words, the last one its line table */
+  uint32_t code_bytes; /* how many bytes: 8 * WIRE_PY_NUMBERED_WORDS, or 8 * WIRE_PY_CODE_WORDS */
+  uint32_t has_table;  /* 1: the line table belongs to the signature */
+  uint32_t chunk; /* of the PyThreadState: where the memory of its frames begins and, a word on, ends; 0 = not known */
+  uint32_t state_bytes; /* bytes of a PyThreadState that hold all of that, below 512 */
+  uint32_t entry;       /* of a frame: a byte of which a bit says that C code called it */
+  uint32_t entry_bit;   /* that bit; 0 = there is none */
+  uint32_t number;      /* of the function that a frame's first word points to: a number of its own, if has_number */
+  uint32_t has_number;
+  uint32_t reserved;
 };
 #define WIRE_PY_NO_CFRAME 65535
 
 /* One Python frame. `sig` tells whether an address still holds the code object that was seen there. */
 struct wire_py_frame {
   uint64_t code;  /* 0: not a Python frame */
-  uint32_t instr; /* bytes, or in CPython 3.10 units of 2 bytes, from the code's first instruction on */
+  uint32_t instr; /* bytes, or in CPython 3.10 units of 2 bytes, from the code's first instruction on; WIRE_PY_ENTRY */
   uint32_t sig;
 };
 
@@ -319,14 +334,36 @@ enum wire_site_flag {
 };
 #define WIRE_SITE_CLASS_SHIFT 8 /* from this bit on: enum wire_class */
 
+/* Signatures of code objects, 32 bits, with 32 bits of what proves them. */
+struct wire_memos {
+  uint64_t slot[2 << WIRE_MEMO_BITS]; /* what is written to the upper half is not read */
+};
+
 /* Where a stack is put together. Not per CPU: a probe's program can be preempted by another thread's. */
 struct wire_walk {
   uint64_t busy;
   uint64_t frames;
   uint64_t flags;
-  uint64_t frame[16]; /* the frame that is looked at; the last word stays 0 */
+  uint64_t previous, code, instr, owner, entry, first; /* of the frame that is looked at */
+  uint64_t left, number;
+  uint64_t what;         /* of the hook, as in its conf */
+  uint64_t from, copied; /* address and bytes of `copy` */
+  uint64_t frame[16];    /* a frame that does not lie there; the last word stays 0 */
   uint64_t w[16];
   struct wire_py_frame f[WIRE_PY_FRAMES];
+  uint64_t function[WIRE_PY_FRAMES]; /* first word of each frame */
+  uint64_t proof[WIRE_PY_FRAMES];    /* what to remember with its signature */
+  uint64_t copy[WIRE_WALK_BYTES / 8];
+};
+
+/* The machine's stack at a new call site, from the entry of the hooked function; given back by user space. */
+struct wire_stack {
+  uint64_t busy;
+  uint64_t sp, bp; /* sp points to the return address */
+  uint64_t from;   /* where the first page lies, at or below sp */
+  uint64_t pages;  /* that could be read */
+  uint64_t page[WIRE_STACK_PAGES][512];
+  uint64_t reserved[507]; /* whole pages, so that user space can map one row */
 };
 
 /* One call site: outermost calls of one hook and class with one Python stack in one process. `time` counts those that returned. */
@@ -334,7 +371,8 @@ struct wire_site {
   uint64_t flags; /* enum wire_site_flag and the class; written last */
   uint32_t tgid;
   uint32_t slot;
-  uint32_t hook;
+  uint16_t hook;
+  uint16_t stack; /* row of the table of stacks + 1; 0 = none was free */
   uint32_t frames;
   uint32_t image;
   uint32_t tid; /* the thread that came first */
@@ -353,7 +391,8 @@ _Static_assert(sizeof(struct wire_row) == 488, "wire_row");
 _Static_assert(sizeof(struct wire_flow) == 1568, "wire_flow");
 _Static_assert(sizeof(struct wire_comm) == 16, "wire_comm");
 _Static_assert(sizeof(struct wire_ending) == 1032, "wire_ending");
-_Static_assert(sizeof(struct wire_python) == 64, "wire_python");
+_Static_assert(sizeof(struct wire_python) == 96, "wire_python");
 _Static_assert(sizeof(struct wire_site) == 1280, "wire_site");
+_Static_assert(sizeof(struct wire_stack) == 20480, "wire_stack");
 #endif
 #endif

@@ -82,6 +82,7 @@ typedef struct bpf_raw_tracepoint_args raw_ctx;
 #define REG3(c) ((c)->cx)
 #define REG4(c) ((c)->r8)
 #define REG5(c) ((c)->r9)
+#define FRAME_POINTER(c) ((c)->bp)
 #define RETURN_VALUE(c) ((c)->ax)
 #define ENTRY_IP(c) ((c)->ip)
 #define ENTRY_SP(c) ((c)->sp - 8) /* at the return the return address has been popped */
@@ -92,6 +93,7 @@ typedef struct bpf_raw_tracepoint_args raw_ctx;
 #define REG3(c) ((c)->regs[3])
 #define REG4(c) ((c)->regs[4])
 #define REG5(c) ((c)->regs[5])
+#define FRAME_POINTER(c) ((c)->regs[29])
 #define RETURN_VALUE(c) ((c)->regs[0])
 #define ENTRY_IP(c) ((c)->pc)
 #define ENTRY_SP(c) ((c)->sp)

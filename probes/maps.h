@@ -21,7 +21,9 @@ MAP_HASH(procs, u32, u32, 4096); /* tgid -> slot | PROC_FOLLOW: the filter */
 MAP_ARRAY(comms, struct wire_comm, COMM_ROWS);
 MAP_ARRAY(pythons, struct wire_python, WIRE_PROCS);
 MAP_ARRAY(site_keys, u64, WIRE_SITES);
+MAP_ARRAY(memos, struct wire_memos, 1);
 MAP_ARRAY(walks, struct wire_walk, WIRE_WALKS);
+MAP_ARRAY(stacks, struct wire_stack, WIRE_STACKS);
 MAP_ARRAY(sites, struct wire_site, WIRE_SITES);
 MAP_ARRAY(flows, struct wire_flow, WIRE_PROCS);
 MAP_ARRAY(idles, struct wire_idle, WIRE_SITES);

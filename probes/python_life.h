@@ -14,6 +14,8 @@ ON("raw_tracepoint/sched_process_fork") int python_fork(raw_ctx *ctx) {
   struct wire_python *mine = pythons.lookup(&from), *copy = pythons.lookup(&to);
   if (!mine || !copy || !to || from == to || mine->tgid != tgid) return 0;
   *copy = *mine;
+  /* From here on the two number their functions each for itself. Bit 31: none of the numbers that user space gives. */
+  copy->image = bpf_ktime_get_ns() >> 10 | 1u << 31;
   copy->tgid = child;
   return 0;
 }

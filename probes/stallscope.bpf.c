@@ -147,7 +147,7 @@ INL int do_enter(struct pt_regs *ctx, u64 cookie, int is_nccl) {
   take_arguments(&h, ctx);
   if ((FLAGS_OF(cookie) & WIRE_HOOK_DRIVER) && returns_into_runtime(h.slot, h.back)) h.flags |= WIRE_NESTED;
   if (h.flags & WIRE_NESTED) __sync_fetch_and_add(&c->nested, 1);
-  u32 site = r && d < WIRE_DEPTH && !(h.flags & WIRE_NESTED) ? site_of(r, &h, HOOK_OF(cookie)) : 0;
+  u32 site = r && d < WIRE_DEPTH && !(h.flags & WIRE_NESTED) ? site_of(ctx, r, &h, HOOK_OF(cookie)) : 0;
   h.ts = bpf_ktime_get_ns(); /* after the stack: a wait is not longer for having been looked at */
   u32 pick = is_nccl || sampled(HOOK_OF(cookie), h.n); /* here: a branch before the walk has the verifier walk twice */
   if (is_nccl) record_entry(&h, ctx, d);

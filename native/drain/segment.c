@@ -92,8 +92,8 @@ static int open_checked(struct segment *s, const char **why) {
   else if (pread(s->fd, &s->header, sizeof(s->header), 0) != sizeof(s->header)) *why = "it is shorter than a header";
   else *why = wrong_with(&s->header, (uint64_t)st.st_size);
   if (*why) return -EPROTO;
-  bool has_sites =
-      s->header.sites_at == s->header.total_bytes && (uint64_t)st.st_size >= s->header.total_bytes + SEG_SITE_BYTES;
+  bool has_sites = s->header.version >= SEG_WITH_SITES && s->header.sites_at == s->header.total_bytes &&
+                   (uint64_t)st.st_size >= s->header.total_bytes + SEG_SITE_BYTES;
   s->sites_at = has_sites ? s->header.sites_at : 0;
   int ret = map(s);
   if (!ret && s->header.reader) ret = seg_start_from_here(s);

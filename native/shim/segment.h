@@ -12,7 +12,9 @@
 #include "wire.h"
 
 #define SEG_MAGIC 0x31676573706c7473ull /* "stlpseg1" */
-#define SEG_VERSION 2 /* 1: vital rings drop the newest, whether or not anybody reads; else the same */
+/* 1: vital rings drop the newest, whether or not anybody reads. 2: no call sites, or by other numbers. Else the same. */
+#define SEG_VERSION 3
+#define SEG_WITH_SITES 3
 #define SEG_NAME "stallscope-segment"
 #define SEG_INJECTED_NAME "stallscope-injected" /* nothing comes into it after the detach */
 #define SEG_PAGE 4096

@@ -49,6 +49,7 @@ struct seg_walk {
   struct iovec from[WIRE_PY_FRAMES];
   uint64_t words[WIRE_PY_FRAMES][WIRE_PY_CODE_WORDS];
   uint64_t x[WIRE_PY_FRAMES]; /* signatures under way */
+  uint64_t unread;            /* bit by frame: its code object could not be read */
 };
 
 enum seg_process_state { SEG_NONE = 0, SEG_MAKING = 1, SEG_READY = 2, SEG_FAILED = 3 };

@@ -111,18 +111,21 @@ static void walk_frames(const struct wire_python *p, struct seg_walk *w) {
   if (frame) w->flags |= WIRE_SITE_DEEP;
 }
 
-/* From each frame's address, WIRE_PY_CODE_WORDS words of its code object; zeros where they can't be read. */
-static void copy_words(struct seg_walk *w, uint32_t bytes) {
-  for (uint32_t i = 0; i < w->frames && bytes;) {
-    struct iovec to = {w->words[i], (w->frames - i) * sizeof(w->words[0])};
+/* From each frame's address, WIRE_PY_CODE_WORDS words; zeros, and a bit of `unread`, where that failed. */
+static void copy_words(struct seg_walk *w) {
+  const uint32_t bytes = sizeof(w->words[0]);
+  for (uint32_t i = 0; i < w->frames;) {
+    struct iovec to = {w->words[i], (w->frames - i) * bytes};
     uint32_t whole = (uint32_t)(read_own(w->pid, &to, w->from + i, w->frames - i) / bytes);
-    if ((i += whole) < w->frames) memset(w->words[i++], 0, sizeof(w->words[0]));
+    if ((i += whole) >= w->frames) return;
+    w->unread |= 1ull << i;
+    memset(w->words[i++], 0, bytes);
   }
 }
 
-static void point(struct iovec *from, uint64_t at, size_t bytes) {
+static void point(struct iovec *from, uint64_t at) {
   from->iov_base = (void *)(uintptr_t)at;
-  from->iov_len = bytes;
+  from->iov_len = 8 * WIRE_PY_CODE_WORDS;
 }
 
 /* All-ones for the bytes of a word that lie inside a table of which so many are left. */
@@ -131,22 +134,36 @@ static uint64_t inside(uint64_t left) {
   return left >= 8 ? ~0ull : ~(~0ull << (left << 3));
 }
 
-/* As in probes/python.h: what tells a code object from another one at the same address. */
+/* The factors of probes/python.h: splitmix64, made odd. */
+#define FACTOR_A(z) (((z) ^ (z) >> 30) * 0xbf58476d1ce4e5b9ull)
+#define FACTOR_B(z) (((z) ^ (z) >> 27) * 0x94d049bb133111ebull)
+#define FACTOR_C(z) (((z) ^ (z) >> 31) | 1)
+#define FACTOR(j) FACTOR_C(FACTOR_B(FACTOR_A(((j) + 1ull) * 0x9e3779b97f4a7c15ull)))
+static const uint64_t of_block[WIRE_PY_CODE_WORDS] = {FACTOR(1),  FACTOR(2),  FACTOR(3), FACTOR(4),
+                                                      FACTOR(5),  FACTOR(6),  FACTOR(7), FACTOR(27),
+                                                      FACTOR(28), FACTOR(29), FACTOR(30)};
+static const uint64_t of_table[] = {FACTOR(11), FACTOR(12), FACTOR(13), FACTOR(14), FACTOR(15),
+                                    FACTOR(16), FACTOR(17), FACTOR(18), FACTOR(19), FACTOR(20)};
+
+/* As in probes/python.h: what tells a code object from another one at the same address, 0 where it can't be read. Behind
+ * the words of a numbered code object lie more of its own: they are read with them and left out. */
 static void sign(const struct wire_python *p, struct seg_walk *w) {
-  const uint32_t whole = 8 * WIRE_PY_CODE_WORDS;
-  for (uint32_t i = 0; i < w->frames; i++) point(&w->from[i], w->f[i].code + p->code_block, whole);
-  copy_words(w, whole);
+  const uint32_t words = p->has_table ? WIRE_PY_CODE_WORDS : WIRE_PY_NUMBERED_WORDS;
+  w->unread = 0;
+  for (uint32_t i = 0; i < w->frames; i++) point(&w->from[i], w->f[i].code + p->code_block);
+  copy_words(w);
   for (uint32_t i = 0; i < w->frames; i++) {
-    w->x[i] = w->f[i].code;
-    for (int j = 0; j < WIRE_PY_CODE_WORDS; j++) MIX(w->x[i], w->words[i][j]);
-    point(&w->from[i], w->words[i][WIRE_PY_CODE_WORDS - 1] + 16, whole); /* struct PyBytesObject from ob_size on */
+    w->x[i] = w->f[i].code * FACTOR(0);
+    for (uint32_t j = 0; j < words; j++) w->x[i] += w->words[i][j] * of_block[j];
+    point(&w->from[i], w->words[i][WIRE_PY_CODE_WORDS - 1] + 16); /* struct PyBytesObject from ob_size on */
   }
-  if (p->table_bytes == whole) copy_words(w, whole);
+  if (p->has_table) copy_words(w);
   for (uint32_t i = 0; i < w->frames; i++) {
     const uint64_t *t = w->words[i];
-    MIX(w->x[i], t[0]);
-    for (int j = 2; j < WIRE_PY_CODE_WORDS; j++) MIX(w->x[i], t[j] & inside(t[0] - 8 * (uint64_t)(j - 2)));
-    w->f[i].sig = w->f[i].code ? (uint32_t)w->x[i] : 0;
+    if (p->has_table) w->x[i] += t[0] * of_table[0];
+    for (int j = 2; p->has_table && j < WIRE_PY_CODE_WORDS; j++)
+      w->x[i] += (t[j] & inside(t[0] - 8 * (uint64_t)(j - 2))) * of_table[j - 1];
+    w->f[i].sig = w->f[i].code && !(w->unread >> i & 1) ? (uint32_t)(w->x[i] >> 32) : 0;
   }
 }
 

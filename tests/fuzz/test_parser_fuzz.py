@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -15,10 +16,12 @@ from typing import Any
 import msgpack
 import pytest
 
+from stallscope.capture.parser_answers import check_names, check_natives
 from stallscope.parser.ehframe import EhFrame
 from stallscope.parser.elf import load
 from stallscope.parser.errors import ParseError
 from stallscope.parser.infer import infer
+from stallscope.parser.natives import find_names, find_natives
 from stallscope.parser.server import answer
 from stallscope.parser.source import Source
 from stallscope.parser.symbols import find_symbols
@@ -121,22 +124,29 @@ def test_made_up_stacks(images: list[bytes]) -> None:
     print("seed", seed)
     chance = random.Random(seed)
     end = time.monotonic() + BUDGET_S
-    found = 0
+    found = unwound = 0
     while time.monotonic() < end:
         fds = [stored(chance.choice(images)), stored(mutate(chance.choice(images), chance))]
         started = time.process_time()
-        try:
-            reply = infer(made_up(chance, images[0]), [Source(fd, "fuzz") for fd in fds])
-        except ParseError:
-            reply = {}
-        finally:
+        request, reply = made_up(chance, images[0]), {}
+        with contextlib.suppress(ParseError):
+            reply = infer(request, [Source(fd, "fuzz") for fd in fds])
+        assert time.process_time() - started < ONE_S
+        started = time.process_time()
+        with contextlib.suppress(ParseError):
+            natives = find_natives(request, [Source(fd, "fuzz") for fd in fds])
+            check_natives(natives, len(fds))
+            unwound += len(natives["frames"]) > 1
             for fd in fds:
-                os.close(fd)
+                vaddrs = [vaddr for _, _, vaddr in natives["frames"]]
+                check_names(find_names(Source(fd, "fuzz"), vaddrs), len(vaddrs))
+        for fd in fds:
+            os.close(fd)
         assert time.process_time() - started < ONE_S
         assert len(reply.get("need", [])) <= 256
         assert len(reply.get("frames", [])) <= 64
         found += bool(reply.get("frames"))
-    assert found  # else the readers were never reached
+    assert found and unwound  # else the readers were never reached
 
 
 def test_damaged_requests(images: list[bytes]) -> None:

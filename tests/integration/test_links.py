@@ -207,7 +207,7 @@ def test_both_backends_load_the_same(loaded: Loaded) -> None:
     }
     assert set(loaded.maps) == {
         "rows", "counts", "times", "conf", "slots", "ranges", "ctl", "procs", "comms", "vital", "bulk", "life", "spans",
-        "endings", "pythons", "site_keys", "sites", "walks", "flows", "idles",
+        "endings", "pythons", "site_keys", "sites", "walks", "stacks", "memos", "flows", "idles",
     }  # fmt: skip
     watched = {f"on_{x}": f"sched_process_{x}" for x in ("fork", "exec", "exit")}
     watched |= {"who_am_i": "sys_enter", "on_signal": "signal_generate", "on_oom": "mark_victim"}

@@ -54,10 +54,12 @@ def test_every_wait_at_its_line(python: str, rounds: int, wait_us: int) -> None:
 def test_the_callers_too_and_on_the_screen(python: str, tmp_path: Path) -> None:
     _, report = run(python, 20, options=("-o", str(tmp_path / "r")))
     inner = next(s for s in report["stalls"] if s["site"]["function"].rpartition(".")[2] == "innermost")
-    names = [frame["function"].rpartition(".")[2] for frame in inner["longest"][0]["stack"]]
+    stack = [frame for frame in inner["longest"][0]["stack"] if frame["kind"] == "python"]
+    names = [frame["function"].rpartition(".")[2] for frame in stack]
     assert names[:4] == ["innermost", "inner", "outer", "one_round"] and names[4] in ("main", "thread")
     deep = [s for s in report["stalls"] if s["site"]["function"] == "recursion"]
-    assert max(len(call["stack"]) for s in deep for call in s["longest"]) == 32
+    stacks = [call["stack"] for s in deep for call in s["longest"]]
+    assert max(sum(frame["kind"] == "python" for frame in stack) for stack in stacks) == 32
     words = [*harness.STALLSCOPE, "report", str(tmp_path / "r")]
     text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert re.search(r"waitsites.py:\d+ batches +cudaStreamSynchronize +200 ", text), text
@@ -93,6 +95,66 @@ def test_a_forked_child_from_its_first_wait(python: str) -> None:
     assert sum(found.values()) + sum(s["count"] for s in unknown) == made > 3000
 
 
+def between(stack: list[dict[str, Any]], inner: str, outer: str) -> list[str]:
+    """Names of the native frames between two Python functions that follow each other."""
+    names = [frame["function"] if frame["kind"] == "python" else None for frame in stack]
+    begin, end = names.index(inner), names.index(outer)
+    assert all(name is None for name in names[begin + 1 : end]), names
+    return [frame["function"] for frame in stack[begin + 1 : end]]
+
+
+@pytest.mark.parametrize("python", KNOWN)
+@pytest.mark.parametrize("how", ["tables", "pointers", "bare"])
+def test_a_c_extension_between_two_python_lines(python: str, how: str) -> None:
+    """Its frames are shown where it can be unwound; where it can't, the innermost one, and that more are missing."""
+    folder = TARGETS / "border" / how
+    with Program([*command(python), TARGET.with_name("bordersites.py"), folder, 50]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid]).attached() as tracer:
+            program.say()
+            truth, report = program.truth(), tracer.report()
+    found: Counter[str] = Counter()
+    for stall in report["stalls"]:
+        found[f"{stall['site']['function']}:{stall['site']['line']}"] += stall["count"]
+    assert found == truth["sites"] and sum(found.values()) == 4 * 50
+    stacks = [call["stack"] for stall in report["stalls"] for call in stall["longest"]]
+    assert len(stacks) >= 4  # an instruction that the interpreter specialises may become another one of its line
+    whole = ["border_inner", "border_outer"] if how != "bare" else ["border_inner", "[truncated]"]
+    for stack in stacks:
+        functions = [frame["function"] for frame in stack if frame["kind"] == "python"]
+        # The foreign function is called by ctypes, whose names are in no table.
+        assert stack[0]["kind"] == "native" and {frame["kind"] for frame in stack[-2:]} == {"python"}
+        assert all(frame["line"] is None for frame in stack if frame["kind"] == "native")
+        caller = functions[1] if functions[0] == "called_back" else "outer"
+        assert between(stack, functions[0], caller) == whole, stack
+        (file,) = {frame["file"] for frame in stack if (frame["function"] or "").startswith("border_")}
+        assert file == str(folder / "border.abi3.so")
+        # What is further out than the missing frames is not known.
+        if functions[:2] == ["called_back", "twice"]:
+            assert between(stack, "twice", "outer") == (whole if how != "bare" else [])
+
+
+@pytest.mark.parametrize("python", KNOWN)
+def test_another_interpreter_in_the_same_thread(python: str) -> None:
+    """Its waits are its own or unknown, never its caller's; those of the first one too are exact, or unknown."""
+    with Program([*command(python), TARGET.with_name("subinterpreter.py"), 5]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid]).attached() as tracer:
+            program.say()
+            truth, report = program.truth(), tracer.report()
+    found: Counter[str] = Counter()
+    for stall in report["stalls"]:
+        if stall["site"]:
+            found[f"{stall['site']['function']}:{stall['site']['line']}"] += stall["count"]
+        else:
+            assert stall["site_unknown"]
+    assert found.pop("other:5", 0) <= truth["others"]
+    assert all(truth["sites"].get(place, 0) >= count for place, count in found.items()), found
+    assert sum(stall["count"] for stall in report["stalls"]) == truth["others"] + sum(truth["sites"].values())
+    if minor(python) >= 12:
+        assert found == truth["sites"]
+
+
 def test_a_wait_that_lasts_shows_its_stack() -> None:
     with Program([sys.executable, TARGET, 1, 60_000_000]) as program:
         program.wait_for("ready")
@@ -104,7 +166,8 @@ def test_a_wait_that_lasts_shows_its_stack() -> None:
     waiting = [row for row in report["in_flight"] if row["api"] == "cudaStreamSynchronize"]
     assert len(waiting) == 5
     for row in waiting:
-        assert [frame["function"] for frame in row["stack"][:2]] == ["Loader.__next__", "one_round"], row
+        functions = [frame["function"] for frame in row["stack"] if frame["kind"] == "python"]
+        assert functions[:2] == ["Loader.__next__", "one_round"], row
 
 
 def test_a_program_without_python() -> None:

@@ -1,7 +1,7 @@
 """waitsites.py [ROUNDS [WAIT_US [CHURN [WAY]]]]: waits from every kind of Python code, and knows its own call sites.
 
 Prints "ready", waits for a line, and ends with one line of JSON: "sites" {"function:line": count} of this file. `seen()`
-stands on the line of the wait, so both see the same frame. CHURN: pieces of code that are made, wait once and are gone.
+stands on the line of the wait, so both see the same frame. CHURN: pieces of code that are made, wait and are gone.
 WAY "fork": the rounds are those of a forked child; "exec": of the same program, started anew; "alone": one thread makes
 them. With STALLSCOPE_LINGER it says "ready" again before it ends. For any CPython from 3.9 on.
 """
@@ -164,10 +164,17 @@ def thread(rounds: int) -> None:
         one_round()
 
 
+CALLED_OFTEN = """def made():
+    seen(); wait()()
+for _ in range(12): made()
+"""
+
+
 def churn(rounds: int) -> None:
-    """Code that is made, waits once, and is gone: another line each time."""
+    """Code that is made, waits, and is gone: another line each time. Every other piece is a function that is called until
+    the interpreter has specialised its calls."""
     for number in range(rounds):
-        text = "\n" * number + "seen(); wait()()\n"
+        text = "\n" * number + ("seen(); wait()()\n" if number % 2 else CALLED_OFTEN)
         exec(compile(text, "<churn>", "exec"), {"seen": seen, "wait": wait})
 
 

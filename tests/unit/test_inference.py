@@ -25,9 +25,9 @@ class Clock:
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Any:
     scene = SimpleNamespace(close=lambda: None, relevant=lambda stack, pc: ([], []), hooks=[])
-    monkeypatch.setattr(module._Scene, "of", lambda target: scene)
+    monkeypatch.setattr(module.Scene, "of", lambda pid, hooks: scene)
     monkeypatch.setattr(module, "threads_of", lambda pid: list(range(1, 101)))
-    return SimpleNamespace(pid=1, proc=1, linked={1: 1}, inferred=[], preloaded=False)
+    return SimpleNamespace(pid=1, proc=1, linked={1: SimpleNamespace(places=[])}, inferred=[], preloaded=False)
 
 
 def test_a_parser_that_hangs_holds_the_attach_up_for_a_moment(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_maps_and_programs_come_from_the_object(bpf_object: Path) -> None:
     assert found.maps["times"] == (2, 4, 664, 128 * 320, 0x400)  # array, mmapable
     assert found.maps["comms"] == (2, 4, 16, 16384, 1024)
     assert found.maps["bulk"] == (27, 0, 0, 1 << 24, 0)
-    assert len(found.maps) == 20
+    assert len(found.maps) == 22
     assert found.programs["on_exec"].section == "raw_tracepoint/sched_process_exec"
     assert {p.section for n, p in found.programs.items() if not n.startswith(("on_", "python_"))} == {
         "uprobe",

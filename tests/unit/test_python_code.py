@@ -87,8 +87,8 @@ def python(parser: ParserClient) -> Python:
 def seen(code: types.CodeType, python: Python, instr: int) -> PyFrame:
     """As BPF would have seen it."""
     at = python.layout.code_block
-    block = ctypes.string_at(id(code) + at, 88)
-    table = ctypes.string_at(int.from_bytes(block[-8:], "little") + 16, 88) if python.layout.table_bytes else b""
+    block = ctypes.string_at(id(code) + at, python.layout.code_bytes)
+    table = ctypes.string_at(int.from_bytes(block[-8:], "little") + 16, 88) if python.layout.has_table else b""
     return PyFrame(id(code), instr, signature(id(code), block, table))
 
 
@@ -126,8 +126,9 @@ def test_every_byte_of_a_short_table_counts() -> None:
         table = size.to_bytes(8, "little") + bytes(80)
         plain = signature(4096, block, table)
         for at in range(72):
-            changed = table[: 16 + at] + b"\x01" + table[17 + at :]
-            assert (signature(4096, block, changed) != plain) == (at < size), (size, at)
+            for bit in (b"\x01", b"\x80"):
+                changed = table[: 16 + at] + bit + table[17 + at :]
+                assert (signature(4096, block, changed) != plain) == (at < size), (size, at)
         assert signature(4096, block, table[:8] + b"\xff" * 8 + table[16:]) == plain  # the cached hash
 
 

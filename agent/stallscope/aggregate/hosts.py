@@ -126,4 +126,5 @@ def stack_frame(row: Any) -> dict[str, Any]:
     if not isinstance(row, list) or len(row) != 4 or not (row[1] is None or type(row[1]) is int):
         raise BadField("frames holds no frame")
     kind = "python" if row[3] == "python" else "native"
-    return {"file": _word(row[0]), "line": row[1], "function": _word(row[2]) or "?", "kind": kind}
+    function = _word(row[2]) or ("?" if kind == "python" else None)
+    return {"file": _word(row[0]), "line": row[1], "function": function, "kind": kind}

@@ -36,7 +36,8 @@ class SiteTimes(NamedTuple):
 
 
 class Site(NamedTuple):
-    """One Python stack that waits in one function. Frames innermost first; `cut`: outer ones are missing.
+    """One Python stack that waits in one function. Frames innermost first; `cut`: outer ones are missing. Native frames
+    between those of Python are those of the first call there.
 
     `why`: why the innermost frame is not known, None where it is. `what`: the copy that its calls are, or wait for
     (enum wire_class of native/wire.h), 0: there is none, None: nobody looked.
@@ -81,6 +82,13 @@ class Sites:
             site = Site(number, proc, hook, [self._shared(frame) for frame in frames], cut, why, what)
             self.table[number] = site
             self._by_hook.setdefault((proc, hook), []).append(site)
+
+    def restack(self, body: Body) -> None:
+        """A SITE_STACK frame."""
+        frames = [stack_frame(row) for row in items(body, "frames", MAX_FRAMES)]
+        site = self.table.get(integer(body, "id"))
+        if site is not None:
+            site.frames[:] = [self._shared(frame) for frame in frames]
 
     def of(self, proc: int, hook: int) -> list[Site]:
         """Those of one function in one process."""

@@ -149,6 +149,7 @@ class State:
             Kind.CREW: self.crews.look,
             Kind.SITE: self.sites.add,
             Kind.SITES: self.sites.count,
+            Kind.SITE_STACK: self.sites.restack,
             Kind.THREADS: self.threads.tell,
             Kind.PIPELINE: self.threads.wait,
             Kind.COST: self._cost,

@@ -25,6 +25,7 @@ TURNED_AWAY = {
     10: "forked processes are not traced because no process slot was free",
     42: "waits have no call site because the table of sites was full",
     43: "ranges of pinned memory found no place in their table: of later copies it is not known what they touch",
+    44: "call sites have no native frames because the table of stacks was full",
 }
 QUIET_NS = 200_000_000
 LONGEST_NS = 1_000_000_000

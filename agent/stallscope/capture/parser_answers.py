@@ -20,6 +20,7 @@ MACHINE = re.compile(r"[a-z0-9_]{1,16}")
 VERSION = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}")
 MAX_LINE = 1 << 31
 MIN_FIELD, MAX_FIELD, MAX_FUNCTIONS = 0x100, 16 << 20, 8
+MAX_NATIVES, MAX_FUNCTION_NAME = 256, 512
 
 
 class ParserFailed(Exception):
@@ -129,6 +130,22 @@ class Inferred(NamedTuple):
 
     frames: list[InferredFrame]
     known_to: int
+
+
+class NativeFrame(NamedTuple):
+    """A frame of machine code: an address inside the call that goes further inwards, the index of its file among those
+    handed over (-1: none), and that address in the file."""
+
+    pc: int
+    file: int
+    vaddr: int
+
+
+class Natives(NamedTuple):
+    """Frames, innermost first; `is_whole`: up to the thread's outermost one."""
+
+    frames: list[NativeFrame]
+    is_whole: bool
 
 
 def _wrong(what: str) -> ParserFailed:
@@ -285,6 +302,26 @@ def check_inferred(answer: dict[str, Any], hooks: frozenset[int], sp: int, stack
     """Check an answer about a thread's stack."""
     frames = check_frames(answer.get("frames"), hooks, sp, stack)
     return Inferred(frames, number(answer.get("known_to"), 0, 1 << 64, "known to"))
+
+
+def check_natives(answer: dict[str, Any], files: int) -> Natives:
+    """Check an answer to "natives", about so many files; raises ParserFailed."""
+    frames = []
+    for pc, index, vaddr in items(answer.get("frames"), MAX_NATIVES, "frames", 3):
+        number(index, -1, files, "file")
+        frames.append(NativeFrame(number(pc, 0, 1 << 64, "pc"), index, number(vaddr, 0, ADDRESS_LIMIT, "vaddr")))
+    is_whole = answer.get("is_whole")
+    if not isinstance(is_whole, bool):
+        raise _wrong("is_whole")
+    return Natives(frames, is_whole)
+
+
+def check_names(answer: dict[str, Any], count: int) -> list[str | None]:
+    """Check an answer to "names": one for each address, at most 512 characters; raises ParserFailed."""
+    names = answer.get("names")
+    if not isinstance(names, list) or len(names) != count:
+        raise _wrong("names")
+    return [None if name is None else text(name, MAX_FUNCTION_NAME, "names") for name in names]
 
 
 def check_comm(answer: dict[str, Any]) -> CommPlace:

@@ -25,6 +25,8 @@ from stallscope.capture.parser_answers import (
     Imports,
     Inferred,
     InferredFrame,
+    NativeFrame,
+    Natives,
     Objects,
     ParserFailed,
     Symbol,
@@ -32,14 +34,16 @@ from stallscope.capture.parser_answers import (
     check_imports,
     check_inferred,
     check_lines,
+    check_names,
+    check_natives,
     check_needs,
     check_objects,
     check_symbols,
     text,
 )
 
-__all__ = ["CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "Objects", "ParserClient",
-           "ParserFailed", "Symbol"]  # fmt: skip
+__all__ = ["CommPlace", "ElfSymbols", "Imports", "Inferred", "InferredFrame", "NativeFrame", "Natives", "Objects",
+           "ParserClient", "ParserFailed", "Symbol"]  # fmt: skip
 
 NOBODY = 65534
 LENGTH = struct.Struct("<I")
@@ -146,6 +150,22 @@ class ParserClient:
         answer = self._request({"op": "lines", "tables": [list(table) for table in tables]}, [], None)
         with self._distrust():
             return check_lines(answer, len(tables))
+
+    def natives(
+        self, *, sp: int, pc: int, bp: int | None, stack: bytes, maps: Sequence[tuple[int, int, int, int]],
+        files: Sequence[int], deadline_s: float | None = None,
+    ) -> Natives:  # fmt: skip
+        """Unwind a copy of a stack; arguments as for `infer`. Raises ParserFailed."""
+        body = {"op": "natives", "sp": sp, "pc": pc, "bp": bp, "stack": stack, "maps": maps}
+        answer = self._request(body, files, deadline_s)
+        with self._distrust():
+            return check_natives(answer, len(files))
+
+    def names(self, fd: int, vaddrs: Sequence[int], *, deadline_s: float | None = None) -> list[str | None]:
+        """Names of the functions that hold so many addresses of a file, at most 256. Raises ParserFailed."""
+        answer = self._request({"op": "names", "vaddrs": list(vaddrs)}, [fd], deadline_s)
+        with self._distrust():
+            return check_names(answer, len(vaddrs))
 
     def infer(
         self,

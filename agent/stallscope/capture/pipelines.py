@@ -109,7 +109,7 @@ class Pipelines:
             return ()
         python, reader = reading
         try:
-            stack = tuple(frames_now(target.pid, python, reader, target.facts.ns_pid or target.pid)[:MAX_FRAMES])
+            stack = tuple(frames_now(target.pid, python, reader, target.facts.ns_pid or target.pid).frames[:MAX_FRAMES])
         except NotThere:
             return ()
         if UNSTEADY in stack or not is_in_futex(target.pid):

@@ -18,7 +18,7 @@ from stallscope.capture.procfs import Mapping, executable_mappings
 from stallscope.capture.pylayout import LAYOUTS, Layout
 from stallscope.capture.variables import Variables, address_in
 
-__all__ = ["NotYet", "Python", "PythonFinder", "Unknown", "thread_states", "u64"]
+__all__ = ["NotYet", "Python", "PythonFinder", "Unknown", "has_hidden_threads", "thread_states", "u64"]
 
 NAMES = ("_PyRuntime", "Py_Version", "PyExc_EncodingWarning", "PyCode_Type", "PyBytes_Type", "PyUnicode_Type")
 _NAMED = re.compile(r"(?:libpython3[^/]*\.so[0-9.]*|python[0-9.]*)(?: \(deleted\))?")
@@ -179,6 +179,15 @@ def _check_debug_offsets(data: bytes, minor: int, layout: Layout) -> None:
         raise _Bad("it is a free-threaded Python")
     if version >> 16 != 3 << 8 | minor or (interpreters, threads) != (layout.interpreters, layout.threads):
         raise _Bad(f"its CPython 3.{minor} is laid out in an unknown way")
+
+
+def has_hidden_threads(pid: int, python: Python) -> bool:
+    """Whether a thread may run in an interpreter that its thread-specific storage does not lead to.
+
+    Up to CPython 3.11 that keeps leading to the interpreter from which another one was entered. The runtime numbers
+    interpreters (struct pyinterpreters: head, main, next_id).
+    """
+    return python.minor <= 11 and u64(pid, python.runtime + python.layout.interpreters + 16) > 1
 
 
 def thread_states(pid: int, python: Python) -> list[tuple[int, int]]:

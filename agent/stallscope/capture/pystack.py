@@ -12,8 +12,9 @@ from stallscope.capture.blocked import read_memory
 from stallscope.capture.pycode import CodeReader, PyFrame
 from stallscope.capture.pyconfig import Python, thread_states, u64
 from stallscope.capture.pylayout import NO_CFRAME
+from stallscope.capture.sitetable import entries_of
 
-__all__ = ["MAX_FRAMES", "UNSTEADY", "NotThere", "frames_now", "frames_of", "states_now"]
+__all__ = ["MAX_FRAMES", "UNSTEADY", "NotThere", "Now", "frames_now", "frames_of", "states_now"]
 
 MAX_FRAMES, ATTEMPTS = 128, 5
 UNSTEADY = PyFrame(0, 0, 0)
@@ -25,15 +26,25 @@ class NotThere(Exception):
 
 
 class _Walked(NamedTuple):
+    """A slot; `code` 0: no Python frame, but one that CPython puts at a call from C. `is_entry`: C code called it."""
+
     frame: int
     code: int
     instr: int
+    is_entry: bool
 
 
-def frames_now(pid: int, python: Python, reader: CodeReader, tid: int) -> list[PyFrame]:
-    """Frames of a thread, innermost first.
+class Now(NamedTuple):
+    """Frames, innermost first; `entries` as in `sitetable.Site`, None of a thread that does not stand still."""
 
-    Of a thread that does not stand still, those outside of what changes, and UNSTEADY in place of what does.
+    frames: list[PyFrame]
+    entries: list[int] | None
+
+
+def frames_now(pid: int, python: Python, reader: CodeReader, tid: int) -> Now:
+    """Frames of a thread.
+
+    Of one that does not stand still, those outside of what changes, and UNSTEADY in place of what does.
 
     Args:
         tid: as the process's own pid namespace numbers it.
@@ -56,20 +67,20 @@ def states_now(pid: int, python: Python) -> dict[int, int]:
     }
 
 
-def frames_of(pid: int, python: Python, reader: CodeReader, state: int) -> list[PyFrame]:
+def frames_of(pid: int, python: Python, reader: CodeReader, state: int) -> Now:
     """Frames of the thread of that PyThreadState, as `frames_now` has them. Raises NotThere."""
     walked: list[_Walked] = []
     again: list[_Walked] = []
     signed: list[PyFrame] = []
     for _ in range(ATTEMPTS):
         walked = _walk(pid, python, state)
-        signed = [PyFrame(w.code, w.instr, reader.sign(w.code)) for w in walked]
+        signed = [PyFrame(w.code, w.instr, reader.sign(w.code)) for w in walked if w.code]
         again = _walk(pid, python, state)
-        if walked == again and walked:
-            return signed
-    same = _common_end(walked, again)
+        if walked == again and signed:
+            return Now(signed, entries_of([(w.code > 0, w.is_entry) for w in walked]))
+    same = _common_end([w for w in walked if w.code], [w for w in again if w.code])
     if same:
-        return [UNSTEADY, *signed[len(signed) - same :]]
+        return Now([UNSTEADY, *signed[len(signed) - same :]], None)
     raise NotThere("the thread does not stand still" if walked or again else "the thread runs no Python code")
 
 
@@ -90,9 +101,10 @@ def _walk(pid: int, python: Python, state: int) -> list[_Walked]:
         if not data:
             break
         code, instr = _word(data, at.code) & ~7, _word(data, at.instr)
-        if at.owner >= len(data) or data[at.owner] < at.shim_owner:
-            begin = code + at.instr_base if at.instr_base else 0
-            found.append(_Walked(frame, code, (instr - begin) & 0xFFFFFFFF))
+        is_python = at.owner >= len(data) or data[at.owner] < at.shim_owner
+        begin = code + at.instr_base if at.instr_base else 0
+        is_entry = at.entry < len(data) and bool(data[at.entry] & at.entry_bit)
+        found.append(_Walked(frame, code * is_python, (instr - begin) * is_python & 0xFFFFFFFF, is_entry))
         frame = _word(data, at.previous)
     return found
 

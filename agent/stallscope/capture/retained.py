@@ -95,6 +95,8 @@ class Retained:
             self._infer(proc, body)
         elif kind == Kind.SITE and (body["id"] in proc.sites or self._has_room(len(proc.sites), MAX_SITES)):
             proc.sites[body["id"]] = body
+        elif kind == Kind.SITE_STACK and (site := proc.sites.get(body["id"])) is not None:
+            proc.sites[body["id"]] = {**site, "frames": body["frames"]}
         elif kind == Kind.SITES:
             proc.unknown = body if "unknown" in body else proc.unknown
             proc.site_rows.update({row[0]: row for row in body["rows"] if row[0] in proc.sites})

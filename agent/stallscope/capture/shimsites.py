@@ -16,10 +16,20 @@ from stallscope.capture.held import Held
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import has_own_filter
 from stallscope.capture.pycode import CodeReader
-from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown
+from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown, has_hidden_threads
 from stallscope.capture.pystack import NotThere, frames_now
 from stallscope.capture.segment import Clock
-from stallscope.capture.sites import BUDGET_NS, LOOKED_AT_ONCE, MAX_SENT, RETRIES, RETRY_NS, resolved, tell_unknown
+from stallscope.capture.sites import (
+    BUDGET_NS,
+    LOOKED_AT_ONCE,
+    MAX_SENT,
+    OTHERS,
+    RETRIES,
+    RETRY_NS,
+    resolved,
+    tell_others,
+    tell_unknown,
+)
 from stallscope.capture.sitetable import MAX_FRAMES, Site, Times, python_words, site_of, times_of
 from stallscope.wire.columns import bucket_bounds
 from stallscope.wire.frames import Kind
@@ -57,6 +67,7 @@ class _Program:
     is_known: bool = False
     python: Python | None = None
     reader: CodeReader | None = None
+    has_others: bool = False
     seen: int = 0
     rows: dict[int, _Row | None] = field(default_factory=dict)
 
@@ -161,8 +172,17 @@ class ShimSites:
         """None: the segment names a function that there is not."""
         if site.hook not in BY_ID:
             return None
-        frames, why = resolved(site, program.reader)
+        frames, why = ([], OTHERS) if self._has_others(program) else resolved(site, program.reader)
         return _Row(self._tell_site(program, site.hook, site.tid, frames, site.is_cut, why, now))
+
+    def _has_others(self, program: _Program) -> bool:
+        """As in `Sites`: whether frames may be another interpreter's; no more are walked then."""
+        target, reader = program.held.target, program.reader
+        if reader is not None and not program.has_others and has_hidden_threads(target.pid, reader.python):
+            program.has_others, program.python = True, None
+            _stop(program.held)
+            tell_others(self._send, self._now(), target.proc)
+        return program.has_others
 
     def _tell_site(
         self, program: _Program, hook: int, tid: int, frames: list[Any], is_cut: bool, why: str | None, now: int
@@ -229,7 +249,7 @@ class ShimSites:
         if reader is None or python is None:
             return None
         try:
-            found = frames_now(program.held.target.pid, python, reader, tid)
+            found = frames_now(program.held.target.pid, python, reader, tid).frames
         except NotThere:
             return None
         places = reader.places(found[:MAX_FRAMES])

@@ -11,21 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stallscope.capture.natives import entries_by_version
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import Facts
 from stallscope.capture.pycode import CodeReader
-from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown
+from stallscope.capture.pyconfig import NotYet, Python, PythonFinder, Unknown, has_hidden_threads
 from stallscope.capture.sitetable import NO_THREAD, UNREADABLE, Site, SiteTable
 from stallscope.capture.target import Target
+from stallscope.capture.weaving import Unwoven, Weaver
 from stallscope.wire.frames import Kind
 
-__all__ = ["BUDGET_NS", "LOOKED_AT_ONCE", "MAX_SENT", "RETRIES", "RETRY_NS", "Sites", "resolved", "tell_unknown"]
+__all__ = ["BUDGET_NS", "LOOKED_AT_ONCE", "MAX_SENT", "OTHERS", "RETRIES", "RETRY_NS", "Sites", "resolved",
+           "tell_others", "tell_unknown"]  # fmt: skip
 
 NOT_PYTHON = "the thread is none of Python's"
 NO_FRAME = "the thread runs no Python code"
 UNREADABLE_FRAME = "its Python frame could not be read"
 NO_PYTHON = "there is no Python in the process"
 NOT_RUNNING = "its Python has not begun to run"
+OTHERS = "there is more than one Python interpreter in the process"
 CODE_GONE = "its code object was gone, or could not be read"
 RETRY_NS, RETRIES = 250_000_000, 240
 LOOKED_AT_ONCE = 4  # processes to configure in one look of the loop
@@ -44,6 +48,7 @@ class _Image:
     is_known: bool = False
     python: Python | None = None
     reader: CodeReader | None = None
+    has_others: bool = False
 
 
 @dataclass
@@ -75,6 +80,11 @@ def tell_unknown(send: Send, now: int, proc: int, found: Unknown | NotYet | None
         send(Kind.NOTE, {"at_ns": now, "proc": proc, "text": f"no Python call sites: {why}"})
 
 
+def tell_others(send: Send, now: int, proc: int) -> None:
+    """That a second interpreter ends it."""
+    send(Kind.NOTE, {"at_ns": now, "proc": proc, "text": f"no Python call sites from now on: {OTHERS}"})
+
+
 class Sites:
     """`look` at every look of the loop, before processes are buried; `send` before their counters are.
 
@@ -92,6 +102,7 @@ class Sites:
         self._table, self._parser, self._send, self._clock = table, parser, send, clock
         self._proc_of_slot, self._works = proc_of_slot, works
         self._finder = PythonFinder(parser)
+        self._weaver = Weaver(parser, send, clock)
         self._images: dict[int, _Image] = {}
         self._rows: dict[int, _Row] = {}
         self._rows_of: dict[int, list[int]] = {}
@@ -111,6 +122,7 @@ class Sites:
         live = {target.proc for target in targets}
         for proc in self._rows_of.keys() - live:
             self._bury(self._rows_of.pop(proc))
+        self._weaver.step()
         if len(self._images) > len(live):
             self._images = {proc: image for proc, image in self._images.items() if proc in live}
 
@@ -174,10 +186,10 @@ class Sites:
     def _tell(self, site: Site, now: int) -> None:
         proc = self._proc_of_slot(site.slot)
         if proc is None:
+            self._table.take_stack(site.stack)
             self._table.free(site.row)  # its process came and went between two looks
             return
-        image = self._images.get(proc)
-        frames, why = resolved(site, image.reader if image else None)
+        frames, why = ([], OTHERS) if self._has_others(site, proc) else resolved(site, self._reader_of(proc))
         self._rows[site.row] = _Row(self._next_number, proc)
         self._rows_of.setdefault(proc, []).append(site.row)
         self._send(
@@ -185,7 +197,30 @@ class Sites:
             {"at_ns": now, "proc": proc, "id": self._next_number, "hook": site.hook, "tid": site.tid, "frames": frames,
              "cut": site.is_cut, "why": why, "what": site.what},
         )  # fmt: skip
+        self._weave_later(site, proc, frames)
         self._next_number += 1
+
+    def _weave_later(self, site: Site, proc: int, frames: list[Any]) -> None:
+        machine, reader = self._table.take_stack(site.stack), self._reader_of(proc)
+        # None is known of a program that has been replaced by another one since: its stack is not of that one's files.
+        if reader is not None and any(file for file, *_ in frames):
+            entries = entries_by_version(reader.python, len(frames), site.entries)
+            self._weaver.offer(Unwoven(self._next_number, proc, frames, entries, site.is_cut), site.pid, machine)
+
+    def _reader_of(self, proc: int) -> CodeReader | None:
+        image = self._images.get(proc)
+        return image.reader if image else None
+
+    def _has_others(self, site: Site, proc: int) -> bool:
+        """Whether the frames may be those of another interpreter than the one that waits; no more are walked then."""
+        image = self._images.get(proc)
+        if image is None or image.reader is None:
+            return False
+        if not image.has_others and has_hidden_threads(site.pid, image.reader.python):
+            image.has_others = True
+            self._table.forget(site.slot)
+            tell_others(self._send, self._clock(), proc)
+        return image.has_others
 
     def _bury(self, rows: list[int]) -> None:
         """The last numbers of a process that has ended; its rows are free then."""
@@ -220,4 +255,5 @@ class Sites:
     def finish(self, targets: Sequence[Target]) -> None:
         """The links are gone: the last new sites, and the last numbers of all."""
         self.look(targets)
+        self._weaver.finish()
         self.send()

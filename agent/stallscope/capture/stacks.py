@@ -8,24 +8,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+from stallscope.capture.blocked import read_blocked
+from stallscope.capture.natives import Row, Unwinder, entries_by_version, truncated
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.procfs import own_tid, thread_name, threads_of
-from stallscope.capture.pycode import CodeReader
+from stallscope.capture.pycode import CodeReader, Place, PyFrame
 from stallscope.capture.pyconfig import Python, PythonFinder, Unknown
-from stallscope.capture.pystack import NotThere, frames_now, frames_of, states_now
+from stallscope.capture.pystack import MAX_FRAMES, NotThere, Now, frames_now, frames_of, states_now
+from stallscope.capture.scene import Scene
 from stallscope.wire.frames import Kind
 
 __all__ = ["BY", "MAX_THREADS", "Everybody", "Stacks", "Wanted"]
 
 MAX_QUEUE = 16
 STEP_NS = 3_000_000
-MAX_TASKS, MAX_THREADS, MAX_FRAMES = 1024, 64, 32
+MAX_TASKS, MAX_THREADS, ROUND_FRAMES, MAX_WOVEN = 1024, 64, 32, 8
 BY = "memory"
 NO_PYTHON = "there is no Python in the process, or its memory can't be read"
 NOT_RUNNING = "its Python has not begun to run"
-Frame = tuple[str | None, int | None, str, str]
 Send = Callable[[Kind, dict[str, Any]], None]
 
 
@@ -56,6 +59,7 @@ class Stacks:
     def __init__(self, send: Send, clock: Callable[[], int], parser: ParserClient) -> None:
         self._send, self._clock, self._parser = send, clock, parser
         self._finder = PythonFinder(parser)
+        self._unwinder = Unwinder(parser)
         self._queue: deque[Wanted | Everybody] = deque()
         self._work: Iterator[None] = iter(())
         self.turned_away = 0
@@ -98,7 +102,8 @@ class Stacks:
         reader = CodeReader(wanted.pid, found, self._parser)
         for is_main, (tid, own) in zip((True, *[False] * len(wanted.tids)), wanted.tids.items(), strict=False):
             try:
-                frames = _named(reader, frames_now(wanted.pid, found, reader, own))
+                look = partial(frames_now, wanted.pid, found, reader, own)
+                frames = self._stack_of(wanted.pid, reader, tid, look, MAX_FRAMES)
             except NotThere as problem:
                 if is_main:  # other threads that call CUDA need not be Python's
                     self._tell(wanted.proc, tid, [], str(problem))
@@ -122,7 +127,7 @@ class Stacks:
                 break
             left -= 1
             try:
-                frames, why = _named(reader, frames_of(pid, found, reader, state)[:MAX_FRAMES]), None
+                frames, why = self._in_round(wanted, reader, tid, state), None
             except NotThere as problem:
                 frames, why = [], str(problem)
             waits = tid in wanted.waits
@@ -130,8 +135,35 @@ class Stacks:
             self._tell(wanted.proc, tid, frames, why, name=thread_name(pid, tid), **more)
             yield
 
-    def _tell(self, proc: int, tid: int, frames: list[Frame], why: str | None, **more: Any) -> None:
-        body = {"at_ns": self._clock(), "proc": proc, "tid": tid, "by": BY, "frames": [list(f) for f in frames],
+    def _in_round(self, wanted: Everybody, reader: CodeReader, tid: int, state: int) -> list[Row]:
+        """With native frames where it waits in CUDA: to unwind all threads would take seconds. Raises NotThere."""
+        look = partial(frames_of, wanted.pid, reader.python, reader, state)
+        if tid in wanted.waits[:MAX_WOVEN]:
+            return self._stack_of(wanted.pid, reader, tid, look, ROUND_FRAMES)
+        return _named(reader, look().frames[:ROUND_FRAMES])
+
+    def _stack_of(self, pid: int, reader: CodeReader, tid: int, look: Callable[[], Now], most: int) -> list[Row]:
+        """Python frames with native ones, if the thread does not move meanwhile. Raises NotThere.
+
+        Args:
+            look: takes the Python stack.
+            most: Python frames that are told.
+        """
+        machine = read_blocked(pid, tid)
+        now = look()
+        rows = _named(reader, now.frames[:most])
+        scene = Scene.of(pid, []) if machine is not None and machine == read_blocked(pid, tid) else None
+        if machine is None or scene is None or now.entries is None:
+            return truncated(rows)
+        sp, pc, stack = machine
+        entries = entries_by_version(reader.python, len(rows), now.entries)
+        try:
+            return self._unwinder.woven(scene, sp, pc, None, stack, rows, entries, len(rows) >= most)
+        finally:
+            scene.close()
+
+    def _tell(self, proc: int, tid: int, frames: list[Row], why: str | None, **more: Any) -> None:
+        body = {"at_ns": self._clock(), "proc": proc, "tid": tid, "by": BY, "frames": frames,
                 "why": why, **more}  # fmt: skip
         self._send(Kind.STACK, body)
 
@@ -141,9 +173,9 @@ class Stacks:
         self._work = iter(())
 
 
-def _named(reader: CodeReader, frames: list[Any]) -> list[Frame]:
+def _named(reader: CodeReader, frames: list[PyFrame]) -> list[Row]:
     """As STACK frames want them."""
-    places: list[Any] = []
+    places: list[Place | None] = []
     for begin in range(0, len(frames), 32):  # so many line tables go to the parser at once
         places += reader.places(frames[begin : begin + 32])
-    return [(p.file, p.line, p.function, "python") if p else (None, None, "?", "python") for p in places]
+    return [[p.file, p.line, p.function, "python"] if p else [None, None, "?", "python"] for p in places]

@@ -62,8 +62,9 @@ def call_sites(sites: Sites, proc: int, hook: int, cause_of: Callable[[Site], Ca
 
 
 def _ends(site: Site) -> tuple[Frame | None, Frame | None]:
-    own = next((frame for frame in site.frames if not not_own(frame["file"])), None)
-    return (site.frames[0] if site.frames and site.why is None else None), own
+    frames = [frame for frame in site.frames if frame["kind"] == "python"]
+    own = next((frame for frame in frames if not not_own(frame["file"])), None)
+    return (frames[0] if frames and site.why is None else None), own
 
 
 def _place(site: Site) -> tuple[Any, ...]:

@@ -138,4 +138,6 @@ def _is_long(times: SiteTimes) -> bool:
 
 
 def _stack(site: Site) -> _Stack:
-    return site.proc, site.what or 0, tuple(tuple(frame.values()) for frame in site.frames)
+    """Without native frames: a copy and the wait for it are two functions, reached by different ones."""
+    frames = tuple(tuple(frame.values()) for frame in site.frames if frame["kind"] == "python")
+    return site.proc, site.what or 0, frames

@@ -27,9 +27,10 @@ def _whose(stack: WaitStack) -> str:
 
 
 def _named(frame: dict[str, Any]) -> str:
-    if frame["file"] is None:
-        return f"{frame['function']} (unknown)"
-    return f"{frame['function']} ({frame['file']}:{frame['line'] or '?'})"
+    function = frame["function"] or "?"
+    if frame["kind"] == "native":
+        return f"{function} ({frame['file']})" if frame["file"] else function
+    return f"{function} ({frame['file']}:{frame['line'] or '?'})" if frame["file"] else f"{function} (unknown)"
 
 
 def _unknown(stack: WaitStack) -> list[str]:
@@ -57,5 +58,5 @@ def _profile(stacks: list[WaitStack], frames: dict[tuple[Any, ...], int]) -> dic
 
 
 def _keys(stack: WaitStack) -> list[tuple[Any, ...]]:
-    lines = [(frame["function"], frame["file"], frame["line"]) for frame in stack.frames]
+    lines = [(frame["function"] or "?", frame["file"], frame["line"]) for frame in stack.frames]
     return [*lines, *((word, None, None) for word in _unknown(stack)), (stack.api, None, None)]

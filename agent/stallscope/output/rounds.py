@@ -8,7 +8,7 @@ from rich.text import Text
 from stallscope.aggregate.rounds import Round, ThreadStack
 from stallscope.aggregate.state import State
 from stallscope.output.rows import Row, since
-from stallscope.output.waits import line_of, own_frame
+from stallscope.output.waits import line_of, own_frame, python_frames
 from stallscope.output.words import count, cut, duration
 
 __all__ = ["round_rows", "rounds_section"]
@@ -68,7 +68,7 @@ def _line(stack: str, waits: bool, same: list[Row]) -> str:
 
 def _stack(row: Row) -> str:
     """From the innermost frame of the user's own outwards."""
-    frames = row["stack"]
+    frames = python_frames(row["stack"] or [])
     if not frames:
         return str(row["stack_unknown"])
     begin = frames.index(own_frame(frames))

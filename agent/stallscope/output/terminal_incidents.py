@@ -11,6 +11,7 @@ from rich.text import Text
 from stallscope.output.announce import OUTCOMES
 from stallscope.output.rows import Row
 from stallscope.output.tables import table
+from stallscope.output.waits import python_frames
 from stallscope.output.words import at_least, clean, count, cut, duration, least
 
 __all__ = ["blocks", "episodes", "executed", "no_blocks"]
@@ -106,7 +107,7 @@ def _where(culprit: Row) -> Iterator[tuple[str, str]]:
         file = f" of {cut(waiting['file'], 200)}" if waiting["file"] else ""
         inside = f" ({cut(waiting['wchan'], 40)})" if waiting["wchan"] else ""
         yield "waits in", f"{cut(waiting['syscall'] or 'the kernel', 40)}{file}{inside}"
-    stack = culprit["stack"] or []
+    stack = python_frames(culprit["stack"] or []) or culprit["stack"] or []
     for i, frame in enumerate(stack[:FRAMES]):
         yield ("stack" if i == 0 else ""), _frame(frame)
 
@@ -114,7 +115,7 @@ def _where(culprit: Row) -> Iterator[tuple[str, str]]:
 def _frame(frame: Row) -> str:
     line = f":{frame['line']}" if frame["line"] is not None else ""
     place = f"  {cut(frame['file'], 160)}{line}" if frame["file"] else ""
-    return f"{cut(frame['function'], 80)}{place}"
+    return f"{cut(frame['function'] or '?', 80)}{place}"
 
 
 def _operation(row: Row, report: Row) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from stallscope.output.rows import Row, bound
 from stallscope.output.tables import table
 from stallscope.output.words import at_least, count, cut, duration, least, share
 
-__all__ = ["Whose", "is_accident", "line_of", "lines", "own_frame", "waits", "walls_of"]
+__all__ = ["Whose", "is_accident", "line_of", "lines", "own_frame", "python_frames", "waits", "walls_of"]
 
 WAITS, LINES, DRY = 12, 10, 3
 SMALL_PERCENT = 0.5
@@ -183,8 +183,14 @@ def _tell_unknown(unknown: list[Row], page: Console) -> None:
 
 
 def own_frame(stack: list[Row]) -> Row:
-    """The innermost frame in a file of the user's own, else the innermost one."""
-    return next((frame for frame in stack if not not_own(frame["file"])), stack[0])
+    """The innermost Python frame in a file of the user's own, else the innermost one."""
+    frames = python_frames(stack) or stack
+    return next((frame for frame in frames if not not_own(frame["file"])), frames[0])
+
+
+def python_frames(stack: list[Row]) -> list[Row]:
+    """Without native ones."""
+    return [frame for frame in stack if frame["kind"] == "python"]
 
 
 def line_of(frame: Row, most: int = 80) -> str:
@@ -195,9 +201,10 @@ def line_of(frame: Row, most: int = 80) -> str:
     """
     folder, _, name = (frame["file"] or "?").rpartition("/")
     place = f"{folder.rpartition('/')[2]}/{name}" if folder else name
-    if len(f"{place}:{frame['line'] or '?'} {frame['function']}") > most:
+    function = frame["function"] or "?"
+    if len(f"{place}:{frame['line'] or '?'} {function}") > most:
         place = name
-    return f"{place[-24:]}:{frame['line'] or '?'} {frame['function']}"
+    return f"{place[-24:]}:{frame['line'] or '?'} {function}"
 
 
 def _sum(key: tuple[str, str, str], group: list[Row], walls: dict[int, int]) -> Row:

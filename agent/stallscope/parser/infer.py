@@ -20,7 +20,7 @@ from stallscope.parser.source import Source
 from stallscope.parser.unwind import Chain, Frame, call_at, chain, destinations, row_of
 from stallscope.parser.view import ADDRESS_LIMIT, Range, View
 
-__all__ = ["infer"]
+__all__ = ["address_of", "infer", "view_of"]
 
 MAX_STACK = 64 << 10
 MAX_HOOKS, MAX_RANGES, MAX_MEMORY = 4096, 65536, 2048
@@ -130,25 +130,25 @@ def infer(request: dict[str, Any], sources: list[Source]) -> dict[str, Any]:
     Raises:
         ParseError: the request is out of bounds.
     """
-    view = _view(request, sources)
-    pc, bp = _address(request["pc"]), request.get("bp")
+    view = view_of(request, sources)
+    pc, bp = address_of(request["pc"]), request.get("bp")
     search = _Search(view, _hooks(request["hooks"]), pc)
-    finding = _find(search, Frame(pc, view.sp, None if bp is None else _address(bp)))
+    finding = _find(search, Frame(pc, view.sp, None if bp is None else address_of(bp)))
     if view.needs and not request["final"]:
         return {"need": [[address, length] for address, length in view.needs.items()]}
     return {"frames": finding.frames[:MAX_ANSWER][::-1], "known_to": min(finding.known_to, ADDRESS_LIMIT)}
 
 
-def _view(request: dict[str, Any], sources: list[Source]) -> View:
+def view_of(request: dict[str, Any], sources: list[Source]) -> View:
     """Check the request's memory and wrap it."""
     stack, maps, memory = request["stack"], request["maps"], request["memory"]
-    sp = _address(request["sp"])
+    sp = address_of(request["sp"])
     if not isinstance(stack, bytes) or len(stack) > MAX_STACK or sp & 7:
         raise ParseError("cannot infer calls", "stack", "misaligned or over 64 KiB")
     if len(maps) > MAX_RANGES or len(memory) > MAX_MEMORY:
         raise ParseError("cannot infer calls", "maps", "too many ranges")
     view = View(sp, stack, [Range(*map(int, m)) for m in maps], sources)
-    view.memory = {_address(address): bytes(data) for address, data in memory.items()}
+    view.memory = {address_of(address): bytes(data) for address, data in memory.items()}
     return view
 
 
@@ -156,10 +156,11 @@ def _hooks(rows: list[list[int]]) -> list[Hook]:
     """Check the hooks; a function without a size has an empty body and can only be proven by its call site."""
     if len(rows) > MAX_HOOKS:
         raise ParseError("cannot infer calls", "hooks", f"{len(rows)} of them")
-    return [Hook(_address(start), start + max(0, int(size)), int(number)) for number, start, size in rows]
+    return [Hook(address_of(start), start + max(0, int(size)), int(number)) for number, start, size in rows]
 
 
-def _address(value: object) -> int:
+def address_of(value: object) -> int:
+    """Check a 64-bit number. Raises ParseError."""
     if not isinstance(value, int) or not 0 <= value < 1 << 64:
         raise ParseError("cannot infer calls", "request", f"{value!r:.40} is no address")
     return value

@@ -12,6 +12,7 @@ import msgpack
 from stallscope.parser.errors import ParseError
 from stallscope.parser.imports import find_imports
 from stallscope.parser.infer import infer
+from stallscope.parser.natives import find_names, find_natives
 from stallscope.parser.ncclcomm import find_comm
 from stallscope.parser.objects import find_objects
 from stallscope.parser.pylines import find_lines
@@ -91,9 +92,17 @@ def _dispatch(request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     if operation == "objects":
         return find_objects(Source(fds[0], "the file"), request["names"][:MAX_EXTRAS])
     if operation == "infer":
-        return infer(request, [Source(fd, f"file {index}") for index, fd in enumerate(fds)])
+        return infer(request, _sources(fds))
+    if operation == "natives":
+        return find_natives(request, _sources(fds))
+    if operation == "names":
+        return find_names(Source(fds[0], "the file"), request["vaddrs"])
     if operation == "nccl_comm":
         return find_comm(Source(fds[0], "the file"))
     if operation == "lines":
         return find_lines(request)
     raise ParseError("cannot parse", f"operation {operation!r:.40}", "unknown")
+
+
+def _sources(fds: list[int]) -> list[Source]:
+    return [Source(fd, f"file {index}") for index, fd in enumerate(fds)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from stallscope.parser import elf as e
 from stallscope.parser.elf import Elf
 
-__all__ = ["Match", "Scan", "Table", "dynamic_table", "full_table", "functions", "scan"]
+__all__ = ["Match", "Scan", "Table", "dynamic_table", "full_table", "functions", "scan", "sized_functions"]
 
 STT_NOTYPE, STT_FUNC, STT_GNU_IFUNC = 0, 2, 10
 SHT_SYMTAB, SHT_STRTAB, SHT_DYNSYM = 2, 3, 11
@@ -196,6 +197,12 @@ def _note(into: Scan, name: str, entry: tuple[int, int, int, int, int, int], *, 
 
 def functions(elf: Elf, table: Table) -> Iterator[tuple[int, int, bytes]]:
     """Yield (address, size in bytes, name) of every defined function of a table."""
+    for value, size, name in sized_functions(elf, table):
+        yield value, size, name()
+
+
+def sized_functions(elf: Elf, table: Table) -> Iterator[tuple[int, int, Callable[[], bytes]]]:
+    """Yield (address, size in bytes, what reads its name) of every defined function of a table."""
     strings = elf.source.read(table.strings, table.strings_size)
     for start in range(0, table.length, CHUNK):
         length = min(CHUNK, table.length - start) * _SYM.size
@@ -203,4 +210,4 @@ def functions(elf: Elf, table: Table) -> Iterator[tuple[int, int, bytes]]:
             elf.source.read(table.offset + start * _SYM.size, length)
         ):
             if info & 15 == STT_FUNC and section and value:
-                yield value, size, _plain_name(strings, name)
+                yield value, size, partial(_plain_name, strings, name)

@@ -78,6 +78,8 @@ SITES      at_ns, proc, rows [[id, calls, total_ns, max_ns, max_at_ns, [bucket, 
            nothing was queued, and for how long until something was (both missing in old recordings). Cumulative; only
            rows that changed, and before the COUNTS of the same time, so that sites never add up to more than their
            hook. unknown: why the process as a whole has no sites; least_ns: shorter calls have none
+SITE_STACK at_ns, proc, id: of a SITE, frames: its stack again, with native frames between those of Python; of the first
+           call there. Where native frames are not known from somewhere on, one with function "[truncated]" and no file
 THREADS    at_ns, proc, rows [[tid, name, python: whether it is one of Python's or nil, since_ns: first seen, wait_ns,
            [count of each enum wire_deed (native/wire.h)..]]..]: what each thread did, outermost calls; cumulative; only
            rows that changed. A thread that ends within a second may be missing, and so may its last second
@@ -157,6 +159,7 @@ class Kind(IntEnum):
     CREW = 34
     SITE = 30
     SITES = 35
+    SITE_STACK = 40
     THREADS = 41
     PIPELINE = 42
 
