@@ -22,7 +22,7 @@ MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null)
 SHIM := $(BUILD)/shim/libstallscope.so
 BPF_ARCH := $(if $(filter aarch64 arm64,$(shell uname -m)),arm64,x86)
 
-.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-culprit test-shim test-daemon test-unseen test-gpu test-packages natives dist lint fuzz bench clean
+.PHONY: help build generate demo test test-unit test-root test-libs test-pythons test-torch test-inject test-culprit test-shim test-daemon test-unseen test-gpu test-packages natives dist lint fuzz bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -132,6 +132,9 @@ test-pythons: build ## call sites on every CPython from 3.9 on that pyenv, the s
 test-torch: build $(TORCH_VENV)/installed.stamp ## real PyTorch on the simulated stack (about 10 minutes)
 	$(Q)$(PY) -m pytest tests/torch --durations=5
 
+test-inject: build $(TORCH_VENV)/installed.stamp ## the library put into running programs and out again, 100 times each, with PyTorch (3 minutes)
+	$(Q)STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_INJECT_TIMES=100 $(PY) -m pytest -s -v tests/integration/test_inject.py tests/torch/test_inject_torch.py
+
 test-culprit: build ## every fault, hosts in step and ahead, three seeds, attached early and late; a healthy job (1.5 hours)
 	$(Q)code=0; $(PY) -m tests.culprit --mode all --seeds 3 || code=1; $(PY) -m tests.culprit --via shim --seeds 3 || code=1; \
 	STALLSCOPE_ROOT_TESTS=1 STALLSCOPE_LONG_TESTS=1 STALLSCOPE_HEALTHY_SECONDS=600 $(PY) -m pytest -v tests/culprit/test_long.py tests/culprit/test_losses.py || code=1; \
@@ -144,7 +147,7 @@ test-packages: dist ## the wheel on Debian 12 and 13 without compilers, the sdis
 	$(Q){ $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[packages]'; } $(QUIET)
 	$(Q)STALLSCOPE_ROOT_TESTS=1 $(PY) -m pytest -v -s tests/packages
 
-test-unseen: build ## programs that those who wrote the lineage of processes had not seen: what is said of them (5 minutes)
+test-unseen: build ## programs that those who wrote the lineage of processes had not seen: what is said of them (3 minutes)
 	$(Q)$(PY) -m tests.lineage_unseen
 
 test-gpu: ## on a machine with a GPU: writes docs/gpu-findings.md

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent
 BUILD = "build/wheel"
 # What stallscope.paths looks for, from the root of the tree.
 SHIPPED = ("probes", "native/wire.h")
-BUILT = ("probes", "shim/libstallscope.so", "sim/lib")
+BUILT = ("probes", "shim/libstallscope.so", "shim/libstallscope-inject.so", "sim/lib")
 
 
 class BuildWithNatives(build_py):

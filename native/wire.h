@@ -278,7 +278,7 @@ struct wire_flow {
   uint64_t armed;    /* 0, or tid << 32 | WIRE_ARMED; once its wait has returned also WIRE_DRY | row of the site + 1 */
   uint64_t since_ns; /* when it returned */
   uint64_t full;     /* ranges that found no place */
-  uint64_t reserved;
+  uint64_t used;     /* 1: there has been a range */
   uint64_t from[WIRE_PINS], bytes[WIRE_PINS]; /* bytes 0: not in use */
   uint64_t at_ns[WIRE_PINS];                  /* since when */
 };

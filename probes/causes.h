@@ -94,6 +94,7 @@ INL void unpin(struct wire_flow *f, u64 address, u64 before_ns) {
 }
 
 INL void pin(struct wire_flow *f, u64 address, u64 bytes, u64 now) {
+  f->used = 1;
 #pragma clang loop unroll(disable)
   for (u32 i = 0; i < WIRE_PINS; i++)
     if (!f->from[i] && !__sync_val_compare_and_swap(&f->from[i], 0, address)) {

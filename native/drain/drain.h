@@ -45,8 +45,7 @@ void rows__close(struct rows *r);
 int rows__inflight(struct rows *r, struct wire_row *out, uint32_t max);
 int rows__of_tgid(struct rows *r, uint32_t tgid, struct rows_thread *out, uint32_t max);
 int rows__calls(struct rows *r, uint32_t tgid, uint32_t tid, uint64_t *calls); /* 1 found, 0 not */
-int rows__deeds(struct rows *r, uint32_t tgid, struct rows_deeds *out, uint32_t max);
-void rows__forget(struct rows *r, uint32_t tgid);
+int rows__deeds(struct rows *r, uint32_t tgid, int last, struct rows_deeds *out, uint32_t max);
 int rows__release(struct rows *r, uint32_t tgid);
 uint64_t rows__torn(const struct rows *r); /* rows left out because their owner kept writing */
 

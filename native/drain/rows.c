@@ -75,27 +75,20 @@ int rows__of_tgid(struct rows *r, uint32_t tgid, struct rows_thread *out, uint32
   return (int)n;
 }
 
-int rows__deeds(struct rows *r, uint32_t tgid, struct rows_deeds *out, uint32_t max) {
+/* last: the process has ended, and its number may be another's soon: of its threads nothing is known any more. */
+int rows__deeds(struct rows *r, uint32_t tgid, int last, struct rows_deeds *out, uint32_t max) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < WIRE_ROWS && n < max; i++) {
-    const struct wire_row *row = &r->at[i];
+    struct wire_row *row = &r->at[i];
     uint64_t was = __atomic_load_n(&row->was, __ATOMIC_ACQUIRE);
     if (!was || was >> 32 != tgid) continue;
     out[n] = (struct rows_deeds){.tid = (uint32_t)was, .lives = owner_of(row) == was, .wait_ns = row->wait_ns};
     for (int j = 0; j < WIRE_DEEDS; j++) out[n].deeds[j] = __atomic_load_n(&row->deeds[j], __ATOMIC_RELAXED);
-    n += __atomic_load_n(&row->was, __ATOMIC_ACQUIRE) == was; /* else another thread has taken the row meanwhile */
+    /* Else another thread has taken the row meanwhile. */
+    if (last) n += __atomic_compare_exchange_n(&row->was, &was, 0, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    else n += __atomic_load_n(&row->was, __ATOMIC_ACQUIRE) == was;
   }
   return (int)n;
-}
-
-/* Of threads of this process that have ended: its number may be another's soon. */
-void rows__forget(struct rows *r, uint32_t tgid) {
-  for (uint32_t i = 0; i < WIRE_ROWS; i++) {
-    struct wire_row *row = &r->at[i];
-    uint64_t was = __atomic_load_n(&row->was, __ATOMIC_ACQUIRE);
-    if (was >> 32 == tgid && owner_of(row) != was)
-      __atomic_compare_exchange_n(&row->was, &was, 0, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
-  }
 }
 
 /* The place is that of row_of in probes/maps.h. */

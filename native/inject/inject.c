@@ -170,6 +170,7 @@ static int write_registers(struct job *j) {
   size_t from = offsetof(struct stub_words, rax), bytes = offsetof(struct stub_words, names) - from;
   off_t at = (off_t)(j->plan->room + (size_t)(stub_words - stub_begin) + from);
   fill_registers(&j->regs, &w);
+  w.kept = j->mask;
   if (pwrite(j->memory, (const uint8_t *)&w + from, bytes, at) != (ssize_t)bytes)
     return said(j, INJECT_ERROR, errno, "writing code into it");
   return 0;
@@ -188,6 +189,10 @@ static int divert(struct job *j) {
   r.orig_rax = UINT64_MAX; /* no system call is restarted */
   if (trace(PTRACE_SETREGS, j->plan->tid, 0, (uintptr_t)&r)) return said(j, INJECT_ERROR, errno, "PTRACE_SETREGS");
   j->is_written = false;
+  /* A signal that waits already would come first of all, and end this try. Where it interrupts a system call it has to:
+   * some end then, and the handler's own flags say which. Last, since the code sets the mask by itself, and back. */
+  uint64_t mask = blocked_signals() | j->mask;
+  if ((int64_t)j->regs.orig_rax < 0) trace(PTRACE_SETSIGMASK, j->plan->tid, 8, (uintptr_t)&mask);
   return 0;
 }
 
@@ -298,7 +303,8 @@ static int look_again(struct job *j, uint64_t blocked_ns, bool is_over) {
   if (stop(j, j->plan->back_us)) return -1;
   if (trace(PTRACE_GETREGS, j->plan->tid, 0, (uintptr_t)&r)) return said(j, INJECT_GONE, errno, "PTRACE_GETREGS");
   enum where where = where_is(j, &r);
-  if (where == ELSEWHERE) {
+  bool is_handling = where == ELSEWHERE && inject_returns_to(j, r.rsp, j->plan->room, j->plan->room + INJECT_ROOM);
+  if (where == ELSEWHERE && !is_handling) {
     mend_touchy(j, &r);
     return 1;
   }
@@ -342,7 +348,10 @@ static int finish(struct job *j) {
 
 static int borrow(struct job *j) {
   j->since_ns = j->taken_ns = now_ns();
-  if (stop(j, j->plan->stop_us)) return -1;
+  if (stop(j, j->plan->stop_us)) {
+    j->taken_ns = now_ns(); /* it was never taken */
+    return -1;
+  }
   j->taken_ns = j->since_ns;
   if (read_registers(j) || inject_look(j) || write_registers(j) || divert(j)) return -1;
   go_on(j, 0);

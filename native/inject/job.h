@@ -28,6 +28,7 @@ struct job {
   int held;        /* a signal that came while it was stopped: delivered when it goes on */
 };
 
+bool inject_returns_to(struct job *j, uint64_t rsp, uint64_t from, uint64_t to); /* out of a signal handler */
 int inject_look(struct job *j); /* safe.c: 0: pthread_create may be called in this thread now */
 
 static inline int said(struct job *j, enum inject_code code, int error, const char *at) {

@@ -42,6 +42,19 @@ static int look_at_stack(struct job *j) {
   return n ? 0 : said(j, INJECT_ODD, 0, "its stack can't be read");
 }
 
+/* The frame of a handler: where it returns to, and in what the kernel saved (arch/x86/include/asm/sigframe.h,
+ * struct rt_sigframe) the instruction pointer. */
+#define RIP_AT ((8 + 40 + 16 * 8) / 8) /* words: return address, flags, link and stack, sixteen registers */
+
+bool inject_returns_to(struct job *j, uint64_t rsp, uint64_t from, uint64_t to) {
+  size_t n = read_memory(j->plan->pid, rsp, j->stack, FAR) / 8;
+  for (size_t i = 0; i < n; i++) {
+    bool is_there = j->stack[i] >= from && j->stack[i] < to;
+    if (is_there && (!j->plan->restorer || (i >= RIP_AT && j->stack[i - RIP_AT] == j->plan->restorer))) return true;
+  }
+  return false;
+}
+
 static bool is_in_rseq(pid_t tid) {
   struct {
     uint64_t address;

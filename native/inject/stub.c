@@ -9,7 +9,7 @@
 #define PRIVATE_ANONYMOUS_NEW 0x100022 /* MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE */
 
 _Static_assert(offsetof(struct stub_words, control) == 56 && offsetof(struct stub_words, rip) == 200 &&
-                   offsetof(struct stub_words, names) == 216,
+                   offsetof(struct stub_words, names) == 224,
                "the assembler's offsets");
 
 /* A function only because there alone assembly can be given constants. It is never called.
@@ -47,7 +47,8 @@ __attribute__((used)) static void code(void) {
       ".set w_r15, 192\n"
       ".set w_rip, 200\n"
       ".set w_eflags, 208\n"
-      ".set w_names, 216\n"
+      ".set w_kept, 216\n"
+      ".set w_names, 224\n"
       ".balign 8\n"
       "stub_begin:\n"
       "  mov $%c[mmap], %%eax\n"
@@ -67,7 +68,7 @@ __attribute__((used)) static void code(void) {
       "  mov $%c[sigprocmask], %%eax\n"
       "  xor %%edi, %%edi\n"
       "  lea stub_words + w_mask(%%rip), %%rsi\n"
-      "  lea %c[old_mask](%%rbx), %%rdx\n"
+      "  xor %%edx, %%edx\n"
       "  mov $8, %%r10d\n"
       "  syscall\n"
       "  mov $-1, %%eax\n"
@@ -90,7 +91,7 @@ __attribute__((used)) static void code(void) {
       "  xrstor64 %c[xsave](%%rbx)\n"
       "  mov stub_words + w_rsp(%%rip), %%rsp\n"
       "  lea -136(%%rsp), %%rsp\n"
-      "  pushq %c[old_mask](%%rbx)\n"
+      "  pushq stub_words + w_kept(%%rip)\n"
       "  movl $1, %c[left](%%rbx)\n"
       "  mov $%c[sigprocmask], %%eax\n"
       "  mov $2, %%edi\n"
@@ -195,7 +196,7 @@ __attribute__((used)) static void code(void) {
       : [mmap] "i"(SYS_mmap), [munmap] "i"(SYS_munmap), [nanosleep] "i"(SYS_nanosleep),
         [sigprocmask] "i"(SYS_rt_sigprocmask), [bytes] "i"(SEG_CONTROL_BYTES), [flags] "i"(PRIVATE_ANONYMOUS_NEW),
         [xsave] "i"(SEG_CONTROL_XSAVE), [failed] "i"(SEG_CONTROL_FAILED), [magic] "i"(SEG_CONTROL_MAGIC),
-        [text_most] "i"(SEG_CONTROL_TEXT - 1), FIELD(thread), FIELD(old_mask), FIELD(state), FIELD(left), FIELD(result),
+        [text_most] "i"(SEG_CONTROL_TEXT - 1), FIELD(thread), FIELD(state), FIELD(left), FIELD(result),
         FIELD(kept_errno), FIELD(cancelled), FIELD(seen), FIELD(text));
 }
 #endif

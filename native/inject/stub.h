@@ -10,7 +10,8 @@ struct stub_words {
   uint64_t create, self, detach, open, symbol, error, errno_of;
   uint64_t control, mask;
   uint64_t rax, rbx, rcx, rdx, rsi, rdi, rbp, rsp, r8, r9, r10, r11, r12, r13, r14, r15, rip, eflags;
-  char names[]; /* path, entry */
+  uint64_t kept; /* its signal mask */
+  char names[];  /* path, entry */
 };
 
 extern const uint8_t stub_begin[], stub_thread[], stub_words[], stub_end[];

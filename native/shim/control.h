@@ -29,7 +29,7 @@ enum seg_control_state {
 
 struct seg_control {
   uint64_t magic; /* the injector's; so are cancelled, seen, release and beat */
-  uint64_t thread, old_mask;
+  uint64_t thread;
   uint32_t state;  /* seg_control_state */
   uint32_t left;   /* the borrowed thread is back where it was, and needs nothing here any more */
   uint32_t result; /* of pthread_create */

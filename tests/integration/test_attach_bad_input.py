@@ -97,7 +97,7 @@ def test_without_rights() -> None:
 
 def test_what_is_not_built_is_refused() -> None:
     """An option that can't be honoured is exit 2, not silence."""
-    for words in (["1", "--method", "inject"], ["1", "--force"], ["1", "--duration", "0"]):
+    for words in (["1", "--method", "ptrace"], ["1", "--force"], ["1", "--duration", "0"]):
         done = attach(*words)
         assert done.returncode == 2, words
     for command in ("daemon", "sidecar", "ctl", "top", "hub"):

@@ -61,7 +61,7 @@ def test_a_process_with_a_cuda_library(needs_bpf: None, needs_tool: Callable[[st
         process.kill()
     assert answer["target"]["libraries"] == [{"library": "CUDART", "path": str(library)}]
     assert [(check["name"], check["state"]) for check in answer["target"]["checks"][-1:]] == [("shim", "not needed")]
-    assert [check["state"] for check in answer["target"]["checks"][:-1]] == ["ok"] * 3
+    assert [check["state"] for check in answer["target"]["checks"][:-1]] == ["ok"] * 4
 
 
 def test_what_would_be_probed(needs_bpf: None) -> None:

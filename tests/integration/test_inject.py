@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,31 @@ def test_counts_are_exact() -> None:
         assert total == pytest.approx(truth["long_waits"][api]["total_ns"], rel=0.05), api
 
 
+def test_children_have_it_too() -> None:
+    """Forked while attached: each by its own memory, if it lives for a second; the one that execs has it no more."""
+    with Program([TARGETS / "forker", "3", "8000000", "100"]) as program:
+        program.wait_for("ready")
+        with Tracer([program.pid], "--method", "inject").attached() as tracer:
+            program.say()
+            truth, report = program.truth(), tracer.report()
+    assert own(report, truth["pid"]) == hooked(truth["calls"])
+    for child in truth["children"]:
+        assert own(report, child["pid"]) == (Counter() if child["exec"] else hooked(child["calls"]))
+
+
+@pytest.mark.usefixtures("needs_bpf")
+def test_probes_after_it() -> None:
+    """What was left in the process is not taken for a shim that counts."""
+    with Program([TARGETS / "million", "20000", "200", "500"]) as program:
+        program.wait_for("ready")
+        assert attach(program.pid).returncode == 4  # nothing was called meanwhile
+        with Tracer([program.pid], "--method", "bpf").attached() as tracer:
+            program.say()
+            truth, report = program.truth(), tracer.report()
+    assert own(report) == hooked(truth["calls"])
+    assert {call["source"] for call in report["calls"]} == {"bpf"}
+
+
 def patchable(pid: int) -> dict[str, bytes]:
     """Code, and what the loader protects, of every library; the library itself and libc's own data left out."""
     found = {}
@@ -137,6 +163,40 @@ def test_in_and_out_while_it_works(mode: str, parser: ParserClient) -> None:
     print(f"{mode}: {TIMES} times, {worst}")
     assert truth["rounds"] > 0 and truth["wrong"] == 0
     assert worst.stopped_ns <= MOST_STOPPED_NS, str(worst)
+
+
+def test_in_and_out_while_it_calls(parser: ParserClient) -> None:
+    """Four threads that launch and wait all the time, some of them inside the library when it goes."""
+    worst = Worst()
+    with Program([TARGETS / "million", "1000000000", "20000000", "2000"]) as program:
+        program.wait_for("ready")
+        program.say()
+        held: set[tuple[int, int]] = set()
+        for _ in range(TIMES):
+            injection = inject(program.pid, parser)
+            worst.add(injection)
+            time.sleep(0.02)
+            assert release(injection) == (injection.slots, 0)
+            held.add((len(os.listdir(f"/proc/{program.pid}/fd")), mapped_kb(program.pid)))
+        time.sleep(0.2)
+        assert len({fds for fds, _ in held}) == 1
+        # glibc keeps the stack of a thread that ended, and its malloc's 64 MB of addresses: once, not each time
+        assert max(kb for _, kb in held) - min(kb for _, kb in held) < 100_000, held
+        assert program.process.poll() is None  # it ends at the first call that returns what it should not
+        before = switches(program.pid)
+        time.sleep(0.3)
+        assert switches(program.pid) > before  # its waits go on
+    print(f"million: {TIMES} times, {worst}")
+    assert worst.slots >= 15 and worst.stopped_ns <= MOST_STOPPED_NS, str(worst)
+
+
+def mapped_kb(pid: int) -> int:
+    return int(re.search(r"VmSize:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])  # type: ignore[index]
+
+
+def switches(pid: int) -> int:
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(int(number) for text in texts for number in re.findall(r"ctxt_switches:\s+(\d+)", text))
 
 
 def test_inside_malloc_it_is_refused(parser: ParserClient) -> None:

@@ -253,9 +253,10 @@ def test_a_terminals_ctrl_c() -> None:
     pid, terminal = pty.fork()
     if not pid:
         text = (
-            "import signal, sys\ntold = []\n"
+            "import signal, sys, time\ntold, said = [], 0\n"  # not pause(): the signal may come just before it
             "signal.signal(2, lambda *_: told.append(1))\nprint('ready', flush=True)\n"
-            "while len(told) < 2:\n    signal.pause()\n    print('got', len(told), flush=True)\nsys.exit(7)"
+            "while said < 2:\n    time.sleep(0.02)\n    while said < len(told):\n"
+            "        said += 1; print('got', said, flush=True)\nsys.exit(7)"
         )
         os.execve(PYTHON, [*STALLSCOPE, "run", "--", PYTHON, "-c", text], environment())
     said = b""

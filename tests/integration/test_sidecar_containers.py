@@ -84,7 +84,7 @@ def test_it_names_the_culprit(podman: list[str], folder: Path, tmp_path: Path, s
     assert culprit["pid"] == processes[2]["pid"] == processes[2]["ns_pid"]
     assert bool(culprit["stack"]) == bool(culprit["waiting_in"]) == shares_pids
     hidden = [note for note in report["capture"]["notes"] if "its own pid namespace" in note]
-    assert len(hidden) == (0 if shares_pids else 4)
+    assert len(hidden) == (0 if shares_pids else 1)
     assert report["capture"]["lost"] == 0 and balance(report)[0] == balance(report)[1]
 
 

@@ -34,7 +34,8 @@ def test_plain_calls(agent: Agent, stubs: Path, mode: str) -> None:
     assert (read.recs["a"][:, 7] == 0x5678).all()
     recorded = len(read.recs)
     assert recorded == 20_000 if mode != "min" else 5 < recorded < 50
-    assert (read.recs["dur_ns"] > 0).all() == (mode != "lite")
+    # Not of each call: counters of some machines go in steps that are longer than a stub takes.
+    assert (read.recs["dur_ns"] > 0).any() == (mode != "lite")
 
 
 @pytest.mark.parametrize(("calls", "nccl"), [(3_000_000, 0), (300_000, 1)])

@@ -1,8 +1,8 @@
 """implicit.py [STEPS [KERNEL_US]]: steps with every kind of implicit wait, each on a line of its own.
 
-Prints "ready" before it loads CUDA, waits for a line, loads it, prints "loaded", waits, makes its
-memory, prints "set up", waits, and ends with one line of JSON: "sites" {"function": [[api, calls]..]} of its functions, which wait nowhere
-else, and "gap_ns": {"function": host time between its wait and the next launch}, as the program's own clock has it.
+Prints "ready" before it loads CUDA, waits for a line, loads it, prints "loaded", waits, makes its memory, prints "set up",
+waits, and prints one line of JSON: "sites" {"function": [[api, calls]..]} of its functions, which wait nowhere else, and
+"gap_ns": {"function": host time between its wait and the next launch}, by the program's own clock. Ends with a line.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def main() -> None:
     sites: dict[str, list[list[Any]]] = defaultdict(list)
     for (name, api), number in calls.items():
         sites[name].append([api, number])
-    print(json.dumps({"target": "implicit.py", "pid": os.getpid(), "sites": sites, "gap_ns": gap_ns}))
+    print(json.dumps({"target": "implicit.py", "pid": os.getpid(), "sites": sites, "gap_ns": gap_ns}), flush=True)
+    sys.stdin.readline()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def printed(state: State, *, as_json: bool = True) -> tuple[int, str, str]:
         ("call_rows", "calls", []),
         ("episode_rows", "episodes", []),
         ("steps_row", "steps", None),
-        ("stalls", "stalls", []),
+        ("stall_rows", "stalls", []),
     ],
 )
 def test_a_section_fails(monkeypatch: pytest.MonkeyPatch, maker: str, section: str, empty: object) -> None:

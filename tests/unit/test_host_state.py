@@ -54,6 +54,9 @@ def test_thread_in_a_read(reader: tuple[subprocess.Popen[str], Path]) -> None:
     ("s = socket.socketpair(); p.register(s[0], 1)", "socket:["),
     ("s = socket.socketpair(); p.register(s[0], 1); p.register(s[1], 1)", None),
     ("p.register(os.pidfd_open(os.getpid()), 1)", None),
+    ("s = socket.socketpair(); s[0].setblocking(False)\nwhile s[0].send(bytes(1 << 20)) == 1 << 20: pass\np.register(s[0], select.POLLOUT)", "socket:["),
+    ("s = socket.socketpair(); p.register(s[0], 1); p.register(s[1], select.POLLERR)", "socket:["),
+    ("import ctypes; p.register(ctypes.CDLL(None).inotify_init(), 1)", "anon_inode:inotify"),
 ])  # fmt: skip
 def test_the_only_file_that_is_polled(makes: str, begins: str | None) -> None:
     process = run(f"import os, select, socket; p = select.poll(); {makes}; print('ready'); p.poll()")

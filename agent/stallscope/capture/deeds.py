@@ -9,6 +9,8 @@ from stallscope.capture.rings import Rows, Table
 
 __all__ = ["Deeds", "Flows", "RowsOfDeeds"]
 
+_ARMED, _SINCE, _USED = 0, 1, 3  # words of struct wire_flow
+
 
 class Deeds(NamedTuple):
     """What one thread has done: outermost calls by enum wire_deed, launches at their entry, others at their return."""
@@ -26,16 +28,12 @@ class RowsOfDeeds(Rows):
         super().__init__(fd)
         self._deeds: Any = None
 
-    def deeds(self, tgid: int) -> list[Deeds]:
-        """Of one process."""
+    def deeds(self, tgid: int, last: bool) -> list[Deeds]:
+        """Of one process. `last`: it has ended, and nothing is known of its threads any more after that."""
         if self._deeds is None:
             self._deeds = ffi.new("struct rows_deeds[]", lib.WIRE_ROWS)
-        count = lib.rows__deeds(self._c, tgid, self._deeds, lib.WIRE_ROWS)
+        count = lib.rows__deeds(self._c, tgid, last, self._deeds, lib.WIRE_ROWS)
         return [Deeds(d.tid, bool(d.lives), d.wait_ns, tuple(d.deeds)) for d in self._deeds[0:count]]
-
-    def forget(self, tgid: int) -> None:
-        """Of threads of this process that have ended nothing is known any more."""
-        lib.rows__forget(self._c, tgid)
 
 
 class Flows(Table):
@@ -46,6 +44,8 @@ class Flows(Table):
         super().__init__(fd, self._words, lib.WIRE_PROCS)
 
     def clear(self, slot: int) -> None:
-        """Forget a process that has ended."""
+        """Forget a process that has ended; most have left nothing there."""
+        if not any(self.word(slot, word) for word in (_ARMED, _SINCE, _USED)):
+            return
         for word in range(self._words):
             self.set_word(slot, word, 0)

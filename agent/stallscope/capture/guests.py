@@ -25,8 +25,9 @@ LOOK_NS = 50_000_000
 FADE_NS = 500_000_000
 MAX_GUESTS = 384
 HIDDEN = (
-    "its pid is the one of its own pid namespace: what takes its /proc is not known (stacks, files, environment, exit "
-    "code, processes without CUDA calls); shareProcessNamespace shows it"
+    "some processes are not visible here: the pid of each is the one in its own pid namespace, and what takes "
+    "their /proc is not known (stacks, files, environment, exit code, processes without CUDA calls); "
+    "shareProcessNamespace shows it"
 )
 ADRIFT = "no lock tells that it lives, as where a program has closed all its descriptors: its end can't be seen"
 
@@ -167,8 +168,10 @@ class Guests(Kin):
             container_id=None, start_ns=start_ns_of_ticks(header.start_ticks), uid=file.uid,
         )  # fmt: skip
         target = self._add(facts, -1, now, who.ranks)
-        for text in (HIDDEN,) if who.is_locked else (HIDDEN, ADRIFT):
-            self._send(Kind.NOTE, {"at_ns": now, "proc": target.proc, "text": text})
+        if self._hidden == 1:
+            self._send(Kind.NOTE, {"at_ns": now, "proc": None, "text": HIDDEN})
+        if not who.is_locked:
+            self._send(Kind.NOTE, {"at_ns": now, "proc": target.proc, "text": ADRIFT})
         return target
 
     def _is_below(self, pid: int) -> bool:

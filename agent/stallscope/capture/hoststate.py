@@ -102,8 +102,9 @@ def _syscall(pid: int, folder: str) -> tuple[str | None, str | None]:
         return name, _text(path) or None
     if name in POLLS and len(arguments) > 1:
         files = polled_files(pid, pid, arguments)
-        # A pidfd, an event or a timer is no file that a reader could look up.
-        return name, files[0] if len(files) == 1 and not files[0].startswith("anon_inode:") else None
+        # A pidfd, an event or a timer is no file that a reader could look up; inotify: it waits for one to change.
+        is_told = len(files) == 1 and (files[0] == "anon_inode:inotify" or not files[0].startswith("anon_inode:"))
+        return name, files[0] if is_told else None
     if name not in TAKES_FD or not arguments:
         return name, None
     try:

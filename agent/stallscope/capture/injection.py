@@ -23,11 +23,11 @@ from stallscope.paths import SHIM_INJECT
 
 __all__ = ["Borrowed", "Injection", "inject"]
 
-ENTRY = "stallscope_inject"
+ENTRY, OURS = "stallscope_inject", "stallscope"  # OURS: name of its thread
 PATIENCE_S, LOADING_S, RELEASE_S, ASKED_S = 5.0, 10.0, 5.0, 1.0
 STOP_US, BLOCKED_US, BACK_US = 100_000, 30_000, 5_000_000
+_LEFT_CODE = frozenset((lib.INJECT_ABANDONED, lib.INJECT_GONE, lib.INJECT_ODD))
 A_ROUND, MAX_THREADS = 4, 256
-LEFT_S = 0.005
 # Calls in which threads wait for long, and hold nothing (x86-64): read, poll, select, pause, nanosleep, accept,
 # recvfrom, recvmsg, futex, epoll_wait, clock_nanosleep, pselect6, ppoll, epoll_pwait.
 LONG_WAITS = frozenset(("0", "7", "23", "34", "35", "43", "45", "47", "202", "232", "230", "270", "271", "281"))
@@ -44,12 +44,13 @@ _WORDS = {
 
 
 class Borrowed(NamedTuple):
-    """What a try cost the borrowed thread: `stopped_ns` at a stretch, `away_ns` until it was back."""
+    """What a try cost the thread: `stopped_ns` at a stretch, `away_ns` until it was back; `at`: why it failed."""
 
     tid: int
     code: int
     stopped_ns: int
     away_ns: int
+    at: str
 
 
 class Injection:
@@ -84,6 +85,10 @@ class Injection:
         """SEG_CONTROL_..., None when the process runs another program or has ended."""
         return self._get("state")
 
+    def has_begun(self) -> bool:
+        """Whether the new thread was made, and the borrowed one needs nothing here any more."""
+        return self._get("left") == 1 and self._get("thread") not in (0, None)
+
     def wait_ready(self) -> None:
         """Until the slots are set. Raises TargetProblem."""
         end = time.monotonic() + LOADING_S
@@ -117,8 +122,7 @@ class Injection:
             time.sleep(0.001)
 
     def erase(self, room: int) -> None:
-        """Leave the page as it was: nobody is in there any more. Where the kernel refuses, dead code stays."""
-        time.sleep(LEFT_S)
+        """Leave the page as it was: both threads have left it. Where the kernel refuses, dead code stays."""
         with contextlib.suppress(OSError):
             os.pwrite(self._memory, bytes(ROOM), room)
 
@@ -195,12 +199,13 @@ def _start(pid: int, plan: Plan, memory: int, library: Path, patience_s: float) 
     while True:
         for tid in _candidates(pid)[:A_ROUND]:
             control, code = _try(pid, tid, plan, library, tries)
-            if code == lib.INJECT_DONE:
-                found = Injection(pid, memory, control, tries)
-                found.wait_ready()
+            found = Injection(pid, memory, control, tries)
+            # A thread may end as soon as it is back: what it was borrowed for is done.
+            if code == lib.INJECT_DONE or (code == lib.INJECT_GONE and found.has_begun()):
+                found.wait_ready()  # where it fails the code stays: when the thread has left it nothing tells
                 found.erase(plan.room)
                 return found
-            if code == lib.INJECT_ABANDONED:
+            if code in _LEFT_CODE:
                 plan = plan._replace(room=find_room(pid, executable_mappings(pid)))
         if time.monotonic() > end:
             why = _WORDS[tries[-1].code] if tries else "no thread of it can be asked: they are stopped"
@@ -209,15 +214,16 @@ def _start(pid: int, plan: Plan, memory: int, library: Path, patience_s: float) 
 
 
 def _candidates(pid: int) -> list[int]:
-    """Threads, those first that are likely to hold nothing; without those that are stopped or can't be."""
+    """Threads, those first that are likely to hold nothing; without ours, and those that are stopped or can't be."""
     found = []
     for tid in threads_of(pid)[:MAX_THREADS]:
         try:
-            state = Path(f"/proc/{pid}/task/{tid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            name, _, rest = Path(f"/proc/{pid}/task/{tid}/stat").read_text(errors="replace").rpartition(")")
+            state = rest.split()[0] if not name.endswith(f"({OURS}") else ""
             call = Path(f"/proc/{pid}/task/{tid}/syscall").read_text().split()[0]
         except (OSError, IndexError):
             continue
-        if state in "SR":
+        if state in ("S", "R"):
             found.append((0 if call in LONG_WAITS else 1 if call != "running" else 2, os.urandom(4), tid))
     return [tid for _, _, tid in sorted(found)]
 
@@ -230,9 +236,10 @@ def _try(pid: int, tid: int, plan: Plan, library: Path, tries: list[Borrowed]) -
     error = lib.inject__try(asked, result)
     if error:
         raise _problem(pid, f"no thread can be made here ({os.strerror(-error)})", "free some memory")
-    tries.append(Borrowed(tid, result.code, result.stopped_ns, result.away_ns))
+    at = ffi.string(result.at).decode()
+    tries.append(Borrowed(tid, result.code, result.stopped_ns, result.away_ns, at))
     if result.code in (lib.INJECT_ERROR, lib.INJECT_REFUSED):
-        raise _refused(pid, ffi.string(result.at).decode(), result.error)
+        raise _refused(pid, at, result.error)
     return control, result.code
 
 

@@ -58,7 +58,8 @@ class Plan(NamedTuple):
 def make_plan(pid: int, parser: ParserClient) -> Plan:
     """Raises NoPlace, OSError."""
     mappings = executable_mappings(pid)
-    libc = next((m for m in mappings if LIBC.fullmatch(_name(m))), None)
+    # Of two copies (dlmopen, an auditor) the first one loaded, which is the program's, lies higher.
+    libc = next((m for m in reversed(mappings) if LIBC.fullmatch(_name(m))), None)
     if libc is None:
         raise NoPlace("it has no libc.so: a program that is linked statically can't load a library")
     if "musl" in libc.path:

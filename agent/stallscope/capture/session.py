@@ -117,7 +117,7 @@ class Session(Loop):
             self.tables.sites, parser, outbox.send, self._clock, self.population.proc_of_slot,
             works=loaded.style is not Style.PERF_NO_COOKIE,
         )  # fmt: skip
-        self._threads = Threads(self.tables.rows.deeds, self.tables.rows.forget, self._sites.python_of, outbox.send)
+        self._threads = Threads(self.tables.rows.deeds, self._sites.python_of, outbox.send)
         self.population.on_burial = self._threads.bury
         self._pipelines = Pipelines(
             outbox.send, self._clock, self._sites.reader_of,

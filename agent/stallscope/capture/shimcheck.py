@@ -1,16 +1,18 @@
-"""What `doctor PID` says of the shim in a process."""
+"""What `doctor PID` says of the shim in a process, and whether one could be put into it."""
 
 from __future__ import annotations
 
 import os
 
+from stallscope.capture.injectable import require_injectable
 from stallscope.capture.libmatch import is_shim
 from stallscope.capture.preflight import Check
 from stallscope.capture.procfs import executable_mappings, facts_of
 from stallscope.capture.segment import BadSegment, Segment
 from stallscope.capture.segments import candidates, start_ticks_of
+from stallscope.errors import StallscopeError
 
-__all__ = ["shim_check"]
+__all__ = ["inject_check", "shim_check"]
 
 _LOSE, _CURE = "the process is traced by probes, which takes rights and a microsecond a call", "stallscope run -- CMD"
 
@@ -28,6 +30,15 @@ def shim_check(pid: int) -> Check:
     if is_loaded:
         return Check("shim", "ok", "loaded; no CUDA or NCCL function has been called yet")
     return Check("shim", "not needed", "not loaded")
+
+
+def inject_check(pid: int) -> Check:
+    """Whether `attach --method inject` would try it; nothing is touched."""
+    try:
+        require_injectable(pid)
+    except StallscopeError as problem:
+        return Check("inject", "not needed", f"not possible: {problem.why}")
+    return Check("inject", "ok", "attach --method inject would try it")
 
 
 def _segment(fd: int, pid: int, own: int) -> str | None:

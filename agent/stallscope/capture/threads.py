@@ -35,15 +35,14 @@ class Threads:
     """`look` once a second, and `bury` before the counters of a process that has ended go.
 
     Args:
-        deeds: of a process, `forget`: of its threads that have ended.
+        deeds: of a process, and whether it has ended.
         python_of: how a process's Python keeps its threads, None where there is none or it is not known.
     """
 
     def __init__(
-        self, deeds: Callable[[int], list[Deeds]], forget: Callable[[int], None],
-        python_of: Callable[[int], Python | None], send: Send,
+        self, deeds: Callable[[int, bool], list[Deeds]], python_of: Callable[[int], Python | None], send: Send
     ) -> None:  # fmt: skip
-        self._deeds, self._forget, self._python_of, self._send = deeds, forget, python_of, send
+        self._deeds, self._python_of, self._send = deeds, python_of, send
         self._known: dict[tuple[int, int], _Thread] = {}
         self._looked_ns: dict[int, int] = {}
 
@@ -58,8 +57,7 @@ class Threads:
 
     def bury(self, target: Target, now: int) -> None:
         """The last numbers of a process that has ended."""
-        self._tell(target, now)
-        self._forget(target.pid)
+        self._tell(target, now, has_ended=True)
 
     def is_fed(self, proc: int) -> bool:
         """Whether threads that are none of Python's have given the device work."""
@@ -68,8 +66,8 @@ class Threads:
             for (owner, _), thread in self._known.items()
         )
 
-    def _tell(self, target: Target, now: int) -> None:
-        rows = [row for row in self._deeds(target.pid) if any(row.deeds)]
+    def _tell(self, target: Target, now: int, *, has_ended: bool = False) -> None:
+        rows = [row for row in self._deeds(target.pid, has_ended) if any(row.deeds)]
         pythons = self._pythons(target, rows)
         told = []
         for row in rows[:MAX_SENT]:

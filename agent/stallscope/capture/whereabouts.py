@@ -18,6 +18,7 @@ BUSY = "running"
 FUTEX_COMMAND, FUTEX_WAITS = 127, (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; above: flags
 POLLS = ("poll", "ppoll")
 POLL_FDS, POLLFD = 8, 8  # descriptors that are looked at; bytes of struct pollfd: fd, events, revents
+DATA = 0x147  # POLLIN, POLLPRI, POLLOUT, POLLRDNORM, POLLWRNORM: not who only asks whether the other end is closed
 MAX_FDS, MAX_TEXT = 512, 256
 
 
@@ -89,11 +90,11 @@ def _files(pid: int, tid: int, name: str, arguments: list[int]) -> tuple[str, ..
 
 
 def polled_files(pid: int, tid: int, arguments: list[int]) -> tuple[str, ...]:
-    """What the descriptors of a poll(2) with these arguments are open on, of the first POLL_FDS."""
+    """What the descriptors that a poll(2) with these arguments waits for data of are open on, of the first POLL_FDS."""
     if arguments[1] <= 0:
         return ()
     (data,) = read_memory(pid, [(arguments[0], POLLFD * min(arguments[1], POLL_FDS))])
-    fds = [fd for fd, _ in struct.iter_unpack("<ii", data) if fd >= 0]
+    fds = [fd for fd, events, _ in struct.iter_unpack("<iHH", data) if fd >= 0 and events & DATA]
     found = (_link(f"/proc/{pid}/task/{tid}/fd/{fd}") for fd in fds)
     return tuple(file for file in found if file is not None)
 

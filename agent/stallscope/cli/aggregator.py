@@ -115,6 +115,7 @@ def _snapshots(follower: Follower, shown: Shown) -> Callable[[], None]:
     """Prints a report of that moment after a SIGUSR1, in a copy of this process: a report ends what is told."""
     asked: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _frame: asked.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the copies
 
     def show() -> None:

@@ -59,7 +59,12 @@ class Aggregator:
         # -I: neither the caller's directory nor his PYTHON* variables say what a root process imports.
         command = [sys.executable, "-I", "-m", "stallscope.cli.aggregator", *words]
         # A session of its own: Ctrl-C goes to capture, which ends the stream, which ends this process.
-        self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+        # Blocked until it is ready for it: `show` before that would end it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))
+        try:
+            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.socket = ours
 

@@ -21,7 +21,7 @@ from stallscope.capture.plan import ENTRY_NS, PAIR_NS, WAYS, Plan, plan
 from stallscope.capture.preflight import CAPABILITIES, NEEDED, Check, preflight, target_checks, unusable
 from stallscope.capture.procfs import clean, executable_mappings
 from stallscope.capture.rights import Refusal, refusal
-from stallscope.capture.shimcheck import shim_check
+from stallscope.capture.shimcheck import inject_check, shim_check
 from stallscope.cli.arguments import pid_number
 from stallscope.cli.caller import caller
 from stallscope.errors import ExitCode
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         TargetProblem: no such process, or one that can't be traced.
         OutputProblem: stdout takes no more.
     """
-    about_target = [*target_checks(args.pid), shim_check(args.pid)] if args.pid else []
+    about_target = [*target_checks(args.pid), inject_check(args.pid), shim_check(args.pid)] if args.pid else []
     libraries = libraries_of(args.pid) if args.pid else []
     checks = preflight()
     result = verdict(checks, about_target)

@@ -22,6 +22,7 @@ MOST_COMMANDS, MOST_WAITS, MOST_LOOKED = 64, 16, 512
 SHORTEST_NS = 50_000_000
 DEPTH = 16
 LEAST_NS = 200_000_000  # what is shorter is nothing to act on
+ALIKE = 0.9
 APART_NS = 100_000_000  # commands of a pipe begin nearer to one another
 SLEEPS = ("nanosleep", "clock_nanosleep")  # who looks after children again and again
 TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
@@ -91,6 +92,7 @@ class _StartUp:
                 self._last_child[p.parent] = max(self._last_child.get(p.parent, 0), self._began[p.proc])
         self._family = self._longest()
         self._known_writers: dict[int, list[Span]] = {}
+        self._known_own: dict[int, list[Span]] = {}
         self._others = {p.proc: p for p in self._of_others()}
 
     def _programs(self, process: Process) -> list[Program]:
@@ -119,9 +121,7 @@ class _StartUp:
         commands = self._together(commands)
         longest = sorted(commands, key=lambda c: (-c.avoidable_ns, -c.own_ns, c.from_ns, c.proc))[:MOST_COMMANDS]
         kept = sorted(longest, key=lambda c: (c.from_ns, c.proc))
-        worst = max(range(len(kept)), key=lambda i: (kept[i].together_ns, kept[i].avoidable_ns), default=None)
-        if worst is not None and kept[worst].together_ns < LEAST_NS:
-            worst = None
+        worst = _worst(kept)
         rows = phases(self._state, list(self._trainers.values()), self._steps)
         return StartUp(kept, rows, worst, steady, len(commands) - len(kept))
 
@@ -193,6 +193,11 @@ class _StartUp:
 
     def _own(self, process: Process, lasted: Span) -> list[Span]:
         """The time that is neither its children's nor that of those that fill the pipe it reads from."""
+        if process.proc not in self._known_own:
+            self._known_own[process.proc] = self._find_own(process, lasted)
+        return self._known_own[process.proc]
+
+    def _find_own(self, process: Process, lasted: Span) -> list[Span]:
         waits = self._waits.of(process.proc, lasted.to_ns)
         children = [self._lasted(one) for one in self._family.get(process.proc, [])]
         if not waits:
@@ -223,8 +228,9 @@ class _StartUp:
             lasted, parent = self._lasted(process), self._state.processes.table.get(process.parent or 0)
             if parent is None:
                 break
-            family = (self._lasted(one) for one in self._family.get(parent.proc, []))
-            found += [span for span in family if lasted.from_ns + APART_NS <= span.from_ns < lasted.to_ns]
+            for one in self._family.get(parent.proc, []):
+                if lasted.from_ns + APART_NS <= self._began[one.proc] < lasted.to_ns:
+                    found += self._own(one, self._lasted(one))
             if parent.proc in self._others:
                 break
             process = parent
@@ -284,6 +290,19 @@ class _StartUp:
                 Command(process.proc, words, None, True, *w.span, wait.ns, False, False, wait, None, None, wait.ns)
             )
         return sorted(rows, key=lambda row: -row.own_ns)[:MOST_WAITS]
+
+
+def _worst(commands: list[Command]) -> int | None:
+    """The largest avoidable one. Of those that took as long at the same time, the one that was done last waited for
+    the others."""
+    numbers = range(len(commands))
+    largest = max(numbers, key=lambda i: (commands[i].together_ns, commands[i].avoidable_ns), default=None)
+    if largest is None or commands[largest].together_ns < LEAST_NS:
+        return None
+    most = commands[largest]
+    beside = (i for i in numbers if commands[i].from_ns < most.to_ns and commands[i].to_ns > most.from_ns)
+    alike = (i for i in beside if commands[i].together_ns >= ALIKE * most.together_ns)
+    return max(alike, key=lambda i: commands[i].to_ns)
 
 
 def _title(program: Program | None) -> str | None:
