@@ -272,6 +272,8 @@ def test_who_holds_up_the_others_shows_where(tmp_path: Path) -> None:
     rank = json.loads((tmp_path / "truth").read_text())["ranks"][1]["pid"]
     stacks = [b for b in of(frames(tmp_path / "r"), Kind.STACK) if b["tid"] == rank]
     assert stacks and all((b["by"], b["why"]) == ("memory", None) for b in stacks)
-    assert all(b["frames"][0][:2] == [str(INJECT), line_of("time.sleep(seconds)")] for b in stacks)
+    innermost = [next(frame for frame in b["frames"] if frame[3] == "python") for b in stacks]
+    assert all(frame[:2] == [str(INJECT), line_of("time.sleep(seconds)")] for frame in innermost)
     culprits = [c for incident in report["incidents"] for c in incident["culprits"]]
-    assert {c["pid"] for c in culprits} == {rank} and all(c["stack"][0]["file"] == str(INJECT) for c in culprits)
+    inner = [next(frame for frame in c["stack"] if frame["kind"] == "python") for c in culprits]
+    assert {c["pid"] for c in culprits} == {rank} and all(frame["file"] == str(INJECT) for frame in inner)

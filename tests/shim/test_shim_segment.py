@@ -114,7 +114,7 @@ def test_the_descriptor(agent: Agent, stubs: Path) -> None:
         assert int(flags, 8) & os.O_CLOEXEC
         process.stdin.close()
     size = int.from_bytes(agent.said[0][8:12], "little")
-    assert (len(agent.said[0]), size) == (24, 2)
+    assert (len(agent.said[0]), size) == (24, 3)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_what_can_not_be_unwound_is_told_at_once(parser: ParserClient) -> None:
     woven = Woven(parser)
     woven.offer(1, os.getpid(), None)
     woven.offer(2, 0x7FFFFFFF, bytes(64))  # no such process
-    assert woven.sent == [{"at_ns": 0, "id": n, "frames": [CUT, *python(2)]} for n in (1, 2)]
+    assert woven.sent == [{"at_ns": 0, "proc": 1, "id": n, "frames": [CUT, *python(2)]} for n in (1, 2)]
     assert truncated([]) == [CUT]
 
 

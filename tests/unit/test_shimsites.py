@@ -52,7 +52,7 @@ class FakeTable:
         return self.rows[row]
 
     def walk(self, python: bytes, hooks: list[int], least_ns: int) -> None:
-        self.walked.append((struct.unpack("<16I", python)[0], hooks, least_ns))
+        self.walked.append((struct.unpack("<24I", python)[0], hooks, least_ns))
 
     def stop_walking(self) -> None:
         self.stopped += 1

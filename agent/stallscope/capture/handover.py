@@ -13,7 +13,7 @@ __all__ = ["HandOver", "Handed"]
 
 # native/shim/segment.h, struct seg_hello: magic, version, pid, start_ticks.
 HELLO = struct.Struct("<QIIQ")
-MAGIC, VERSIONS = 0x31676573706C7473, (1, 2)
+MAGIC, VERSIONS = 0x31676573706C7473, (1, 2, 3)
 BACKLOG, MAX_WAITING, TURN = 4096, 256, 64
 PATIENCE_NS = 2_000_000_000
 _CREDENTIALS = struct.Struct("3i")
