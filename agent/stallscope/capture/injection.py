@@ -32,6 +32,7 @@ A_ROUND, MAX_THREADS = 4, 256
 # recvfrom, recvmsg, futex, epoll_wait, clock_nanosleep, pselect6, ppoll, epoll_pwait.
 LONG_WAITS = frozenset(("0", "7", "23", "34", "35", "43", "45", "47", "202", "232", "230", "270", "271", "281"))
 _TRACED = "end the debugger or tracer that holds it, then attach again"
+_BY_PROBES = "trace it by probes: as root, with --method bpf"
 _AGAIN = "attach again, or start the program under `stallscope run`"
 _WORDS = {
     lib.INJECT_NO_STOP: "a thread did not stop in time",
@@ -172,7 +173,7 @@ def inject(pid: int, parser: ParserClient, library: Path = SHIM_INJECT, *, patie
     except BaseException as error:
         os.close(memory)
         if isinstance(error, NoPlace):
-            raise _problem(pid, str(error), _AGAIN) from error
+            raise _problem(pid, str(error), _BY_PROBES if error.is_for_good else _AGAIN) from error
         if isinstance(error, OSError):
             raise _problem(pid, f"it can't be read ({error.strerror or 'it has ended'})", _AGAIN) from error
         raise
