@@ -169,6 +169,11 @@ def test_rules_are_read_again(folder: Path) -> None:
             daemon.config.write_text(daemon.config.read_text() + "\n[captur]\n")
             daemon.parts["all"].send_signal(signal.SIGHUP)
             assert "there is no section [captur]" in daemon.wait_for("stallscope: the old configuration stays")
+            elsewhere = f'[[allow]]\nuser = "{other}"\n'
+            daemon.write('[record]\nfolder = "/proc/none"\n', rules=elsewhere)
+            daemon.parts["all"].send_signal(signal.SIGHUP)
+            assert "cannot record to /proc/none" in daemon.wait_for("stallscope: the old configuration stays")
+            assert {row["uid"] for row in traced(daemon)} == {user}
             daemon.write("", rules=f'[[deny]]\nuser = "{user}"\n[[allow]]\nuser = "{other}"\n')
             daemon.parts["all"].send_signal(signal.SIGHUP)
             assert "2 processes let go, 2 more traced" in daemon.wait_for("configuration read again")

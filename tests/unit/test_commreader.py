@@ -223,3 +223,25 @@ def test_rows_of_ended_processes_are_given_back() -> None:
     told = len(world.sent)
     world.look(3)
     assert {frame["proc"] for frame in world.sent[told:]} == {1001}
+
+
+def test_who_is_let_go_and_traced_again_has_its_communicators() -> None:
+    """A rule of a daemon may do that: the process lives, and its row is as it was."""
+    world = World((100, 200))
+    world.reader.frees = True
+    world.reader._table.free = lambda row: world.rows.__setitem__(row, [0, 0])  # type: ignore[method-assign]
+    world.key(0, 100, 0x5000)
+    world.comm(100, 0x5000, 0)
+    world.look(3)
+    gone = world.targets.pop(0)
+    gone.ended = True
+    again = gone.__class__(**{**gone.__dict__, "ended": False, "proc": 1001})
+    world.targets.append(again)
+    told = len(world.sent)
+    world.reader.tell_again(world.now)
+    world.look(60)
+    assert {frame["proc"] for frame in world.sent[told:]} == {1001} and world.rows[0][0] != 0
+    again.ended = True
+    world.targets.remove(again)
+    world.look(60)
+    assert world.rows[0][0] == 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stallscope.cli.caller import caller
+from stallscope.cli.node import Spawned
 from stallscope.control import server as module
 from stallscope.control.client import ask
 from stallscope.control.daemon_config import read_config
@@ -29,6 +32,10 @@ from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, Permiss
         ("[[allow]]\nuser = 'a'\n[[allow]]\nusr = 'b'\n", 4, "[[allow]] has no key 'usr'", "did you mean user?"),
         ("[allow]\nuser = 'a'\n", 1, "[allow] is one of several", "[[allow]]"),
         ("[incidents]\nwebhook = 'file:///etc/passwd'\n", 2, "webhook is 'file:", "http://"),
+        ("[incidents]\nwebhook = 'http://[::1/'\n", 2, "webhook is 'http://[::1/'", "http://"),
+        ("[incidents]\nwebhook = 'http://host:99999/'\n", 2, "webhook is 'http://host:99999/'", "http://"),
+        ("[incidents]\nwebhook = 'http://host:port/'\n", 2, "webhook is 'http://host:port/'", "http://"),
+        ("[[deny]]\ncontainer = 'my-trainer'\n", 2, "container is 'my-trainer'", "hexadecimal"),
         ("[incidents]\ncommand = ['logger']\n", 2, "command is ['logger']", "whole path"),
         ("[incidents]\ncommand = 'rm -rf'\n", 2, "command is 'rm -rf'", "a list of texts"),
         ("[metrics]\naddress = '0.0.0.0'\n", 2, "address is '0.0.0.0'", "loopback"),
@@ -55,6 +62,10 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     path.write_bytes(b"#" * (1 << 19))
     with pytest.raises(ArgumentProblem, match="more than"):
         read_config(str(path))
+    for text in (b"a = " + b"[" * 5000, b"a = " + b"1" * 5000):
+        path.write_bytes(text)
+        with pytest.raises(ArgumentProblem, match="no TOML"):
+            read_config(str(path))
     path.write_bytes(b"\n# \xff\n")
     with pytest.raises(ArgumentProblem, match="line 2 is not UTF-8"):
         read_config(str(path))
@@ -67,6 +78,25 @@ def test_the_example_says_the_defaults() -> None:
     assert (example.capture, example.incidents) == (plain.capture, plain.incidents)
     assert (example.metrics, example.record, example.places) == (plain.metrics, plain.record, plain.places)
     assert plain.capture["sample"] == 100.0 and plain.allow == plain.deny == ()
+
+
+def test_the_aggregator_gets_the_settings_that_count(tmp_path: Path) -> None:
+    """Not what is in the file by then: with a mistake in it the old ones stay, for an aggregator that starts again, too."""
+    file, ours = tmp_path / "daemon.toml", caller()
+    file.write_text("[metrics]\nport = 0\n")
+    config = read_config(str(file))
+    file.write_text("[captur]\n")
+    with listen(Path(tempfile.mkdtemp(dir=tmp_path), "s")) as ctl:
+        spawned = Spawned(config, ours, ctl)
+        stream = spawned.connect()
+        try:
+            assert stream is not None
+            asked = json.loads(ask(Path(ctl.getsockname()), ["status"]))
+            assert asked["streams"] == 0 and asked["recording"] is None
+        finally:
+            if stream is not None:
+                stream.close()
+            spawned.end(10)
 
 
 @pytest.fixture
@@ -158,6 +188,8 @@ def test_one_place_one_daemon(path: Path) -> None:
     with Served(path, {os.getuid()}), pytest.raises(CaptureProblem, match="another daemon listens"):
         listen(path)
     listen(path).close()
+    with pytest.raises(CaptureProblem, match="too long"):
+        listen(path.parent / ("s" * 120))
     path.unlink()
     path.write_text("precious")
     with pytest.raises(CaptureProblem, match="no socket"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from stallscope.capture import injectable, injectplan, remoteexec
+from stallscope.capture import injectable, injection, injectplan, remoteexec
 from stallscope.capture.injectable import require_injectable
 from stallscope.capture.injectplan import ROOM, NoPlace, find_gap, find_room
 from stallscope.capture.procfs import executable_mappings
@@ -52,6 +54,36 @@ def test_room_and_gap() -> None:
         assert all(gap + 0x30000 <= int(start, 16) or int(end, 16) <= gap for start, end in used)
     with pytest.raises(NoPlace, match="leaves room for code"):
         find_room(os.getpid(), [])
+
+
+def test_why_there_is_no_libc() -> None:
+    """Only a program without a loader is one that is linked statically."""
+    mapping = executable_mappings(os.getpid())[0]
+    loader, program = (mapping._replace(path=f"/lib/{name}") for name in ("ld-linux-x86-64.so.2", "program"))
+    for mappings, words in (([program], "linked statically"), ([program, loader], "only begun"), ([], "no memory")):
+        found = injectplan._no_libc(mappings)
+        assert words in str(found) and found.is_for_good == (words == "linked statically")
+
+
+TRACED = (  # a parent that traces its child and never lets it go on
+    "import os, sys, time\npid = os.fork()\nif pid == 0: exec(sys.argv[1])\n"
+    "os.waitpid(pid, os.WUNTRACED)\nprint(pid, flush=True)\nsys.stdin.read()\nos.kill(pid, 9)"
+)
+
+
+@pytest.mark.parametrize(("child", "why", "hint"), [
+    ("import os; os.kill(os.getpid(), 19)", "are stopped", "kill -CONT"),
+    ("import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)", "tracer has stopped", "tracer"),
+])  # fmt: skip
+def test_why_no_thread_can_be_asked(child: str, why: str, hint: str) -> None:
+    """Each state has its own remedy."""
+    words = [sys.executable, "-c", TRACED, child]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        found = injection._why_nobody(int(parent.stdout.readline()))
+        parent.stdin.close()
+    assert why in found[0] and hint in found[1]
+    assert injection._why_nobody(os.getpid())[0] == "no thread of it can be asked"
 
 
 def test_names_of_what_is_avoided() -> None:

@@ -213,3 +213,13 @@ def test_an_incident_without_any_call_is_a_report() -> None:
     state, out, err = Kit().state(), io.StringIO(), io.StringIO()
     assert finish(state, Found(), as_json=True, out=out, err=err) == 4
     assert finish(state, Found([incident()]), as_json=True, out=out, err=io.StringIO()) == 0
+
+
+def test_a_library_that_was_put_in_does_not_say_that_nothing_was_called() -> None:
+    """What had fetched its addresses before goes past it: nothing seen is not nothing called."""
+    for backend, words in (("inject", "no call came by the library"), ("bcc", "none of its functions was called")):
+        kit, err = Kit(backend=backend, sources=["shim" if backend == "inject" else "bpf"]), io.StringIO()
+        kit.process()
+        kit.link("CUDART")
+        assert finish(kit.state(), Found(), as_json=True, out=io.StringIO(), err=err) == 4
+        assert words in err.getvalue() and ("--method bpf" in err.getvalue()) == (backend == "inject")

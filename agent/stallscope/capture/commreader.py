@@ -150,7 +150,8 @@ class CommReader:
         """To a reader who was told nothing: what is known at once, and NCCL's counters as they are from now on."""
         for entry in list(self._entries.values()):
             if entry.target.ended:
-                self._forget(entry)
+                if not self.frees:
+                    self._forget(entry)
                 continue
             entry.samples, entry.sampled_ns, entry.unread = [], None, 0
             if entry.told is not None:
@@ -174,16 +175,16 @@ class CommReader:
         ended = [entry for entry in self._entries.values() if entry.target.ended]
         for entry in ended:
             self._forget(entry)
-            del self._passed[entry.row]
         old = [row for row, since_ns in self._passed.items() if now - since_ns > PASSED_NS]
-        keys = self._table.keys() if old else []
-        # Its process came and went between two looks, unless it is one of those that came since.
-        nobodys = [row for row in old if self._owner(targets, keys[row]) is None]
-        for row in nobodys:
+        rows = {*(entry.row for entry in ended), *old}
+        keys = self._table.keys() if rows else []
+        for row in rows:
             del self._passed[row]
-        for row in (*(entry.row for entry in ended), *nobodys):
-            self._table.free(row)
-            self._freed += 1
+            if self._owner(targets, keys[row]) is None:  # its process ended, or came and went between two looks
+                self._table.free(row)
+                self._freed += 1
+            else:  # it came since, or was let go and is traced again
+                self._taken = -1
 
     def _owner(self, targets: Sequence[Target], key: int) -> tuple[Target, int] | None:
         """Whose key that is: addresses are below 2^57, other processes' keys rarely look like one."""

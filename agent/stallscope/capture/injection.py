@@ -32,6 +32,7 @@ A_ROUND, MAX_THREADS = 4, 256
 # recvfrom, recvmsg, futex, epoll_wait, clock_nanosleep, pselect6, ppoll, epoll_pwait.
 LONG_WAITS = frozenset(("0", "7", "23", "34", "35", "43", "45", "47", "202", "232", "230", "270", "271", "281"))
 _TRACED = "end the debugger or tracer that holds it, then attach again"
+_BY_PROBES = "trace it by probes: as root, with --method bpf"
 _AGAIN = "attach again, or start the program under `stallscope run`"
 _WORDS = {
     lib.INJECT_NO_STOP: "a thread did not stop in time",
@@ -172,7 +173,7 @@ def inject(pid: int, parser: ParserClient, library: Path = SHIM_INJECT, *, patie
     except BaseException as error:
         os.close(memory)
         if isinstance(error, NoPlace):
-            raise _problem(pid, str(error), _AGAIN) from error
+            raise _problem(pid, str(error), _BY_PROBES if error.is_for_good else _AGAIN) from error
         if isinstance(error, OSError):
             raise _problem(pid, f"it can't be read ({error.strerror or 'it has ended'})", _AGAIN) from error
         raise
@@ -208,8 +209,8 @@ def _start(pid: int, plan: Plan, memory: int, library: Path, patience_s: float) 
             if code in _LEFT_CODE:
                 plan = plan._replace(room=find_room(pid, executable_mappings(pid)))
         if time.monotonic() > end:
-            why = _WORDS[tries[-1].code] if tries else "no thread of it can be asked: they are stopped"
-            raise _problem(pid, f"{why} ({len(tries)} tries in {patience_s:.0f} s)", _AGAIN)
+            why, hint = (_WORDS[tries[-1].code], _AGAIN) if tries else _why_nobody(pid)
+            raise _problem(pid, f"{why} ({len(tries)} tries in {patience_s:.0f} s)", hint)
         time.sleep(min(0.05, 0.001 * len(tries)))
 
 
@@ -228,6 +229,22 @@ def _candidates(pid: int) -> list[int]:
     return [tid for _, _, tid in sorted(found)]
 
 
+def _why_nobody(pid: int) -> tuple[str, str]:
+    """Why no thread can be asked, and what to do, by the states that proc(5) has for them."""
+    states = set()
+    for tid in threads_of(pid)[:MAX_THREADS]:
+        with contextlib.suppress(OSError, IndexError):
+            stat = Path(f"/proc/{pid}/task/{tid}/stat").read_text(errors="replace")
+            states.add(stat.rpartition(")")[2].split()[0])
+    if "t" in states:
+        return "a debugger or tracer has stopped it", _TRACED
+    if "T" in states:
+        return "its threads are stopped (by SIGSTOP, or as a job of a shell)", f"let it go on: kill -CONT {pid}"
+    if "D" in states:
+        return "its threads sleep where nothing may stop them (state D, as in vfork or on a disk)", _AGAIN
+    return "no thread of it can be asked", _AGAIN
+
+
 def _try(pid: int, tid: int, plan: Plan, library: Path, tries: list[Borrowed]) -> tuple[int, int]:
     """(where the control block is, enum inject_code). Raises StallscopeError where no other thread would do better."""
     control = find_gap(pid, lib.SEG_CONTROL_BYTES)
@@ -239,7 +256,7 @@ def _try(pid: int, tid: int, plan: Plan, library: Path, tries: list[Borrowed]) -
     at = ffi.string(result.at).decode()
     tries.append(Borrowed(tid, result.code, result.stopped_ns, result.away_ns, at))
     if result.code in (lib.INJECT_ERROR, lib.INJECT_REFUSED):
-        raise _refused(pid, at, result.error)
+        raise _refused(pid, at, result.error, is_another=not _is_there(pid, plan.room))
     return control, result.code
 
 
@@ -262,7 +279,11 @@ def _filled(pid: int, tid: int, plan: Plan, control: int, library: Path) -> Any:
     return p
 
 
-def _refused(pid: int, at: str, error: int) -> StallscopeError:
+def _is_there(pid: int, address: int) -> bool:
+    return any(m.start <= address < m.end for m in executable_mappings(pid))
+
+
+def _refused(pid: int, at: str, error: int, *, is_another: bool) -> StallscopeError:
     if at == "PTRACE_SEIZE" and error == errno.EPERM:
         if _is_traced(pid):
             return _problem(pid, "another program traces it (TracerPid in /proc/PID/status)", _TRACED)
@@ -270,6 +291,8 @@ def _refused(pid: int, at: str, error: int) -> StallscopeError:
             _what(pid), why="the kernel refuses ptrace (EPERM)",
             hint="run it as root, or grant CAP_SYS_PTRACE; see kernel.yama.ptrace_scope",
         )  # fmt: skip
+    if is_another:
+        return _problem(pid, "it runs another program by now: it execed meanwhile", _AGAIN)
     return _problem(pid, f"{at} failed in it ({os.strerror(error)})", _AGAIN)
 
 

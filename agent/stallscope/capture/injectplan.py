@@ -43,7 +43,15 @@ MAX_RANGES = 32
 
 
 class NoPlace(Exception):
-    """The process has not what it takes; the text says what."""
+    """The process has not what it takes; the text says what. `is_for_good`: attaching again would not help."""
+
+    is_for_good = False
+
+
+class NeverAPlace(NoPlace):
+    """What runs there can't load the library at all."""
+
+    is_for_good = True
 
 
 class Plan(NamedTuple):
@@ -61,9 +69,9 @@ def make_plan(pid: int, parser: ParserClient) -> Plan:
     # Of two copies (dlmopen, an auditor) the first one loaded, which is the program's, lies higher.
     libc = next((m for m in reversed(mappings) if LIBC.fullmatch(_name(m))), None)
     if libc is None:
-        raise NoPlace("it has no libc.so: a program that is linked statically can't load a library")
+        raise _no_libc(mappings)
     if "musl" in libc.path:
-        raise NoPlace("its libc is musl, which the library is not made for")
+        raise NeverAPlace("its libc is musl, which the library is not made for")
     found: dict[str, tuple[int, int]] = {}
     for mapping in [libc, *(m for m in mappings if PARTS.fullmatch(_name(m)))]:
         for name, place in _symbols(pid, parser, mapping).items():
@@ -76,6 +84,14 @@ def make_plan(pid: int, parser: ParserClient) -> Plan:
         tuple(found[name][0] for name in NEEDED), find_room(pid, [libc, *mappings]), _restorer(pid, libc),
         avoid[:MAX_RANGES],
     )  # fmt: skip
+
+
+def _no_libc(mappings: Sequence[Mapping]) -> NoPlace:
+    if not mappings:
+        return NoPlace("it has no memory: it is ending, or just about to run another program")
+    if any(LOADER.fullmatch(_name(mapping)) for mapping in mappings):
+        return NoPlace("it has not loaded its libc.so yet: the program has only begun")
+    return NeverAPlace("it has no libc.so: a program that is linked statically can't load a library")
 
 
 def _name(mapping: Mapping) -> str:

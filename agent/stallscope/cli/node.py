@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stallscope.cli.caller import Caller
 from stallscope.cli.capturing import LONG_NS, allow_files, hello
@@ -47,6 +48,13 @@ def admission_of(config: Config) -> Admission:
         ) from error  # fmt: skip
 
 
+def _as_file(text: str) -> BinaryIO:
+    """The settings that count: what is in the configuration's own file by now may be wrong, or not told to us yet."""
+    file = open(os.memfd_create("stallscope-settings"), "wb", buffering=0)  # noqa: SIM115 - the caller's
+    file.write(text.encode())
+    return file
+
+
 class Spawned:
     """The aggregator as a child, started again whenever it is gone."""
 
@@ -61,13 +69,13 @@ class Spawned:
         ours, theirs = socket.socketpair()
         words = ["--frames-fd", str(theirs.fileno()), "--ctl-fd", str(self._ctl.fileno())]
         words += ["--uid", str(self._who.drop_uid), "--gid", str(self._who.drop_gid), "--owner", str(self._who.uid)]
-        words += ["--config", self.config.path] if self.config.path else []
-        command = [sys.executable, "-I", "-m", "stallscope.cli.node_aggregator", *words]
-        with theirs:
+        with theirs, _as_file(self.config.text) as settings:
+            words += ["--config", f"/proc/self/fd/{settings.fileno()}"]
+            command = [sys.executable, "-I", "-m", "stallscope.cli.node_aggregator", *words]
+            kept = [theirs.fileno(), self._ctl.fileno(), settings.fileno()]
             try:
                 self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno(), self._ctl.fileno()], stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL, start_new_session=True,
+                    command, pass_fds=kept, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
                 )  # fmt: skip
             except OSError as error:
                 ours.close()
@@ -160,12 +168,12 @@ class Node:
         if not self._with_parts:
             return Connected(self._config)
         ctl = stack.enter_context(self._listener(self._config.places.aggregate))
-        self._make_folder()
+        self._make_folder(self._config)
         return Spawned(self._config, self._who, ctl)
 
-    def _make_folder(self) -> None:
+    def _make_folder(self, config: Config) -> None:
         """Of the recordings: the aggregator's. Raises CaptureProblem."""
-        folder = self._config.record["folder"]
+        folder = config.record["folder"]
         if folder is None:
             return
         try:
@@ -291,13 +299,15 @@ class Node:
         fixed = [key for key in ("backend", "returns", "processes") if new.capture[key] != old.capture[key]]
         fixed += ["sockets"] if new.places != old.places else []
         assert self._session is not None
-        self._config = self._reader.config = new
+        is_other = any(getattr(new, name) != getattr(old, name) for name in ("incidents", "metrics", "record"))
+        if is_other and self._with_parts:
+            self._make_folder(new)
+        # The sockets are where they are until a restart.
+        self._config = self._reader.config = dataclasses.replace(new, places=old.places)
         if new.capture["sample"] != old.capture["sample"]:
             self._session.sample(new.capture["sample"])
         gone, came = self._session.reload(admission)
-        is_other = any(getattr(new, name) != getattr(old, name) for name in ("incidents", "metrics", "record"))
         if is_other and self._with_parts:
-            self._make_folder()
             self._session.outbox.hang_up()
         waits = f"; {', '.join(fixed)} will count after a restart" if fixed else ""
         apart = "; restart stallscope-aggregate for its part" if is_other and not self._with_parts else ""

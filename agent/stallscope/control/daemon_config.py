@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stallscope.control.toml import Key, Schema, Wrong, boolean, choice, integer, number, read, string, strings
+from stallscope.control.toml import Key, Schema, Wrong, boolean, choice, integer, number, read, string, strings, text_of
 
 __all__ = ["Config", "Places", "read_config"]
 
@@ -44,9 +45,10 @@ class Places:
 
 @dataclass(frozen=True)
 class Config:
-    """`capture`, `incidents`, `metrics`, `record`: as in the file; `allow`, `deny`: rules."""
+    """`capture`, `incidents`, `metrics`, `record`: as in the file; `allow`, `deny`: rules; `text`: the file."""
 
     path: str | None
+    text: str
     capture: dict[str, Any]
     incidents: dict[str, Any]
     metrics: dict[str, Any]
@@ -71,10 +73,15 @@ def _rate(value: Any) -> float:
 
 
 def _url(value: Any) -> str:
-    parts = urlsplit(string(value))
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    text = string(value)
+    try:
+        parts = urlsplit(text)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, or brackets that hold no address
+        is_one = False
+    if not is_one:
         raise Wrong('an address that begins with http:// or https://, as in "http://localhost:9093/hook"')
-    return str(value)
+    return text
 
 
 def _argv(value: Any) -> tuple[str, ...]:
@@ -95,6 +102,15 @@ def _loopback(value: Any) -> str:
     raise Wrong('a loopback address, as in "127.0.0.1": metrics are not for the network; put a proxy before them')
 
 
+def _container(value: Any) -> str:
+    text = string(value)
+    if text != "none" and not re.fullmatch(r"[0-9a-f*]{1,64}", text):
+        raise Wrong(
+            '"none", "*", or the beginning of an id of 64 hexadecimal digits: names are known to the runtime only'
+        )
+    return text
+
+
 def _folder(value: Any) -> str:
     if not string(value).startswith("/"):
         raise Wrong("a folder by its whole path")
@@ -102,7 +118,7 @@ def _folder(value: Any) -> str:
 
 
 _NO = Key(None, string)
-_RULE = {"user": _NO, "cgroup": _NO, "container": _NO, "command": _NO}
+_RULE = {"user": _NO, "cgroup": _NO, "container": Key(None, _container), "command": _NO}
 _SCHEMA = Schema(
     sections={
         "capture": {
@@ -133,7 +149,8 @@ _SCHEMA = Schema(
 
 def read_config(path: str | None) -> Config:
     """The settings; None = all defaults. Raises ArgumentProblem."""
-    found = read(path, _SCHEMA)
+    text = text_of(path)
+    found = read(path, _SCHEMA, text)
     sockets = found.pop("sockets")
     found["capture"]["user"] = sockets["capture_user"]
-    return Config(path=path, places=Places(sockets["folder"]), **found)
+    return Config(path=path, text=text, places=Places(sockets["folder"]), **found)

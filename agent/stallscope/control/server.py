@@ -54,7 +54,8 @@ def listen(path: Path, *, mode: int = 0o666) -> socket.socket:
     except OSError as error:
         sock.close()
         hint = "run it as root or by its systemd unit, or set [sockets] folder in the configuration"
-        raise CaptureProblem(what, why=os.strerror(error.errno or 0), hint=hint) from error
+        why = os.strerror(error.errno) if error.errno else str(error)  # a path that is too long has no number
+        raise CaptureProblem(what, why=why, hint=hint) from error
     except StallscopeError:
         sock.close()
         raise

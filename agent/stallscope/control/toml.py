@@ -16,7 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Key", "Schema", "Wrong", "boolean", "choice", "integer", "number", "read", "string", "strings"]
+__all__ = ["Key", "Schema", "Wrong", "boolean", "choice", "integer", "number", "read", "string", "strings", "text_of"]
 
 MAX_BYTES = 1 << 18
 _LINE = re.compile(r"\(at line (\d+), column \d+\)")
@@ -94,17 +94,22 @@ def number(least: float, most: float) -> Callable[[Any], float]:
     return check
 
 
-def read(path: str | None, schema: Schema) -> dict[str, Any]:
+def read(path: str | None, schema: Schema, text: str | None = None) -> dict[str, Any]:
     """section -> {key: value}, list -> ({key: value}, ..); the defaults where `path` is None or says nothing.
+
+    Args:
+        text: what `text_of` said is in the file; None: it is read.
 
     Raises:
         ArgumentProblem: it can't be read, is no TOML, has a key that nobody knows, or a value that makes no sense.
     """
-    text = "" if path is None else _text(path)
-    return _Reader(path or "", text, schema).settings()
+    return _Reader(path or "", text_of(path) if text is None else text, schema).settings()
 
 
-def _text(path: str) -> str:
+def text_of(path: str | None) -> str:
+    """What is in a configuration file; nothing for None. Raises ArgumentProblem."""
+    if path is None:
+        return ""
     what = f"cannot read the configuration {path}"
     try:
         with open(path, "rb") as file:
@@ -134,6 +139,10 @@ class _Reader:
             line = int(place[1]) if place else max(1, len(self._lines))
             why = _LINE.sub("", str(error)).strip()
             raise self._wrong(line, f"no TOML: {why[:1].lower()}{why[1:]}", "see https://toml.io") from error
+        except (RecursionError, ValueError) as error:  # brackets without end; a number of thousands of digits
+            raise self._wrong(
+                None, f"no TOML that can be read ({type(error).__name__})", "see https://toml.io"
+            ) from error
 
     def _wrong(self, line: int | None, why: str, hint: str) -> ArgumentProblem:
         where = f"{self._path}, line {line}" if line else self._path

@@ -41,7 +41,12 @@ def _why(state: State, processes: list[Process]) -> str:
     wanted = {h.library for h in state.hooks.by_id.values()}
     looked = ", ".join(name for library, name in LIBRARIES.items() if library in wanted)
     linked = sorted({link.path for p in processes for link in p.links})
-    found = f"{', '.join(linked[:NAMED])} linked, none of its functions was called" if linked else "none was mapped"
+    uncalled = "none of its functions was called"
+    if state.capture.backend == "inject":
+        uncalled = (
+            "no call came by the library (those of ctypes and others that had fetched addresses before go past it)"
+        )
+    found = f"{', '.join(linked[:NAMED])} linked, {uncalled}" if linked else "none was mapped"
     return f"in {seconds:.1f} s, looking for {looked}: {found}; {_fate(processes)}"
 
 
@@ -62,8 +67,10 @@ def _hint(state: State, processes: list[Process]) -> str:
     if state.capture is not None and state.capture.sources == ["shim"] and not state.capture.targets:
         return (
             "check that the trainer has LD_PRELOAD=DIR/libstallscope.so and STALLSCOPE_SHIM=dir:VOLUME, and that it "
-            "and the sidecar have the same volume there; see docs/sidecar.md"
+            "and the sidecar have the same volume there, which the trainer may write to; see docs/sidecar.md"
         )
+    if state.capture is not None and state.capture.backend == "inject" and any(p.links for p in processes):
+        return "attach while the job computes; probes (as root, --method bpf) and `stallscope run` see such calls, too"
     if state.capture is not None and state.capture.sources == ["shim"]:
         return "check that CUDA is used by a program that is linked dynamically, and what ld.so says above"
     if any(p.links for p in processes):
