@@ -25,6 +25,7 @@ from percall import ALL, BARE, BPFTRACE, Effort
 from stub_library import StubLibrary
 from tracer import Drainer, Tracer, Use
 
+from stallscope.capture.causes import cause_word
 from stallscope.capture.parser_client import ParserClient
 from stallscope.capture.pyconfig import NotYet, Python, PythonFinder
 from stallscope.wire.hook_table import BY_NAME
@@ -117,7 +118,8 @@ def _seconds_attached(process: subprocess.Popen[str], backend: str) -> float:
 def _attached(driver: Driver, library: StubLibrary, backend: str) -> Iterator[Tracer]:
     with Tracer(backend, driver.pid) as tracer:
         tracer.tables.ranges.set(tracer.slot, [(0x1000, 0x2000)])
-        tracer.tables.conf.look_up_sites(BY_NAME[WITHOUT.hook].id, on=False)
+        without = BY_NAME[WITHOUT.hook]
+        tracer.tables.conf.describe(without.id, cause_word(without) & ~1)  # all but the walk
         tracer.tables.sites.configure(tracer.slot, driver.pid, 1, _python(driver.pid))
         tracer.link(library, [WITHOUT, WITH])
         for use in (WITHOUT, WITH):

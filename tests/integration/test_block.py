@@ -30,6 +30,11 @@ def of(told: list[tuple[Kind, Body]], kind: Kind, proc: int | None = None) -> li
     return [b for k, b in told if k == kind and proc in (None, b.get("proc")) and "round_ns" not in b]
 
 
+def suspects(told: list[tuple[Kind, Body]]) -> list[Body]:
+    """Stacks that a block asked for, not those of the rounds through all threads."""
+    return [body for body in of(told, Kind.STACK) if "round_ns" not in body]
+
+
 def line_of(words: str) -> int:
     """Number of the one line of the injector that holds these words."""
     (found,) = [n for n, line in enumerate(INJECT.read_text().splitlines(), 1) if words in line]
@@ -116,7 +121,7 @@ def test_who_is_outside_is_seen(
     assert [len(of(job.told, Kind.HOST, job.proc(rank))) for rank in (0, 2)] == [
         len(of(job.told, Kind.HOST, culprit))
     ] * 2
-    stacks = [b for b in of(job.told, Kind.STACK) if b["at_ns"] < start["since_ns"] + 4.9e9]
+    stacks = [b for b in suspects(job.told) if b["at_ns"] < start["since_ns"] + 4.9e9]
     assert [b["proc"] for b in stacks] == [culprit] * 2
     for stack in stacks:
         assert (stack["why"], stack["by"], stack["tid"]) == (None, "memory", job.truth["ranks"][1]["pid"])
@@ -175,8 +180,8 @@ def test_attached_to_a_block(tmp_path: Path) -> None:
     assert looks[0]["at_ns"] - start["at_ns"] < 0.3e9 and len(looks) >= 2
     assert all(look["threads"][0][3] == "clock_nanosleep" for look in looks)
     assert all(look["calls"] == 0 for look in looks)
-    assert {b["proc"] for b in of(told, Kind.STACK)} == {culprit}
-    frame = next(f for f in of(told, Kind.STACK)[0]["frames"] if f[3] == "python")
+    assert {b["proc"] for b in suspects(told)} == {culprit}
+    frame = next(f for f in suspects(told)[0]["frames"] if f[3] == "python")
     assert frame[1] == line_of("time.sleep(seconds)")
 
 

@@ -115,10 +115,15 @@ def test_the_newest_of_each_is_told() -> None:
     send(Kind.INFERRED, inferred)
     send(Kind.INFERRED, {**inferred, "tid": 102})
     send(Kind.INFERRED, {**inferred, "tid": 102, "ended": "returned"})
+    site = {"at_ns": 3, "proc": 1, "id": 7, "hook": SYNC, "tid": 101, "frames": [["a.py", 2, "f", "python"]],
+            "cut": False, "why": None, "what": 0}  # fmt: skip
+    send(Kind.SITE, site)
+    send(Kind.SITE_STACK, {"at_ns": 4, "proc": 1, "id": 7, "frames": [["b.so", None, "g", "native"], *site["frames"]]})
     send(Kind.LOST, {"at_ns": 3, "places": {"bulk ring full": 4}})
     stream.read()
     stream.another()
     state = stream.read()
+    assert [frame["function"] for frame in state.sites.table[7].frames] == ["g", "f"]
     known = state.processes.table[1]
     assert (known.name, [one.library for one in known.links]) == ("new", ["CUDART"])
     assert (1, "a note") in state.notes and state.lost_by == {"bulk ring full": 4}

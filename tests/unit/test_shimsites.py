@@ -16,6 +16,7 @@ from stallscope.capture.pyconfig import NotYet, Python, Unknown
 from stallscope.capture.pylayout import LAYOUTS
 from stallscope.capture.segsites import SiteFacts
 from stallscope.capture.shimsites import FIRST_NUMBER, LEAST_NS, NO_TABLE, REFUSED, SANDBOXED, ShimSites
+from stallscope.capture.sites import OTHERS
 from stallscope.capture.sitetable import READY
 from stallscope.wire.columns import bucket_bounds, bucket_from
 from stallscope.wire.frames import Kind
@@ -178,6 +179,18 @@ def test_a_program_that_locks_itself_up_later(monkeypatch: pytest.MonkeyPatch) -
     assert [body["text"] for body in world.sent.of(Kind.NOTE)] == [
         f"no more Python call sites from now on: {SANDBOXED}"
     ]
+
+
+def test_another_interpreter_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames that its threads seem to have are those of who called it."""
+    world = World(FakeTable({3: site(2)}), PYTHON, monkeypatch).begin()
+    monkeypatch.setattr(module, "has_hidden_threads", lambda pid, python: True)
+    world.table.rows[4] = site(1)
+    assert [row[1] for row in world.rows()] == [2, 1] and world.table.stopped == 1
+    assert [(body["frames"], body["why"]) for body in world.sent.of(Kind.SITE)] == [([], OTHERS)] * 2
+    assert [OTHERS in body["text"] for body in world.sent.of(Kind.NOTE)] == [True]
+    world.sites.check()
+    assert len(world.table.walked) == 1
 
 
 def test_the_end_tells_the_last_and_what_was_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
