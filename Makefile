@@ -90,12 +90,17 @@ generate: ## write the hook table again from probes/hooks.def
 demo: build ## a simulated job of 8 ranks that one of them blocks, traced
 	$(Q)$(VENV)/bin/stallscope demo --ranks 8 --fault never
 
+# These mostly wait, and by other ways than the rest, so that they can run beside it.
+BESIDE := $(patsubst %,tests/integration/test_%.py,attach_shim daemon deaths inject late_shim run shim_sites sidecar \
+  sidecar_containers startup steps threads workers)
 test: build lint ## all tests that a machine without a GPU can run
-	@# Tests without privileges keep one core busy, the others mostly wait: side by side they take 20 minutes, not 30.
+	@# Tests without privileges keep one core busy, the others mostly wait: side by side they take 20 minutes, not 35.
 	$(Q){ code=0; nice -n 19 $(PY) -m pytest tests/unit tests/sim tests/model tests/fuzz || code=1; \
-	  $(PY) -m pytest -m "not quiet" tests/shim tests/culprit || code=1; exit $$code; } >$(BUILD)/test-unit.log 2>&1 & first=$$!; code=0; \
-	$(PY) -m pytest tests/integration || code=1; \
-	wait $$first || code=1; cat $(BUILD)/test-unit.log; $(PY) -m pytest -m quiet tests/culprit || code=1; exit $$code
+	  $(PY) -m pytest -m "not quiet" tests/shim tests/culprit || code=1; exit $$code; } >$(BUILD)/test-unit.log 2>&1 & first=$$!; \
+	$(PY) -m pytest $(BESIDE) >$(BUILD)/test-beside.log 2>&1 & second=$$!; code=0; \
+	$(PY) -m pytest tests/integration $(addprefix --ignore=,$(BESIDE)) || code=1; \
+	wait $$first || code=1; wait $$second || code=1; cat $(BUILD)/test-unit.log $(BUILD)/test-beside.log; \
+	$(PY) -m pytest -m quiet tests/culprit || code=1; exit $$code
 
 test-unit: build ## only what needs no privileges
 	$(Q)$(PY) -m pytest tests/unit tests/sim tests/shim tests/fuzz

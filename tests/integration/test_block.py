@@ -26,8 +26,8 @@ def frames(path: Path) -> list[tuple[Kind, Body]]:
 
 
 def of(told: list[tuple[Kind, Body]], kind: Kind, proc: int | None = None) -> list[Body]:
-    """Bodies of one kind, of one process; without the stacks of all threads of those that wait."""
-    return [b for k, b in told if k == kind and proc in (None, b.get("proc")) and "round_ns" not in b]
+    """Bodies of one kind, of one process."""
+    return [body for k, body in told if k == kind and proc in (None, body.get("proc"))]
 
 
 def suspects(told: list[tuple[Kind, Body]]) -> list[Body]:
