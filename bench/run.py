@@ -1,4 +1,4 @@
-"""The promised figures, measured (issue 2): `make bench`, as root. Exit code 0 = all bars met, 1 = not.
+"""The promised figures, measured: `make bench`, as root. Exit code 0 = all bars met, 1 = not.
 
 Usage: bench/run.py [--quick] [--only PART] [--stats] [--json FILE]
 """
