@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from stallscope.capture.parser_client import ParserClient
 
 ROOT = Path(__file__).resolve().parents[1]
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what is in the background: the programs of tests would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def unavailable(reason: str) -> None:
