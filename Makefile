@@ -90,9 +90,9 @@ generate: ## write the hook table again from probes/hooks.def
 demo: build ## a simulated job of 8 ranks that one of them blocks, traced
 	$(Q)$(VENV)/bin/stallscope demo --ranks 8 --fault never
 
-# These mostly wait, and by other ways than the rest, so that they can run beside it.
-BESIDE := $(patsubst %,tests/integration/test_%.py,attach_shim daemon deaths inject late_shim run shim_sites sidecar \
-  sidecar_containers startup steps threads workers)
+# These mostly wait, and set no unfiltered probes, which the programs of the other tests would meet.
+BESIDE := $(patsubst %,tests/integration/test_%.py,attach_shim inject late_shim run shim_sites sidecar sidecar_containers \
+  steps threads workers)
 test: build lint ## all tests that a machine without a GPU can run
 	@# Tests without privileges keep one core busy, the others mostly wait: side by side they take 20 minutes, not 35.
 	$(Q){ code=0; nice -n 19 $(PY) -m pytest tests/unit tests/sim tests/model tests/fuzz || code=1; \

@@ -21,6 +21,7 @@ struct told {
 static struct seg_header header;
 static struct seg_process process = {.header = &header};
 struct seg_process *seg_proc = &process;
+bool seg_injected; /* of the rest of the shim */
 
 static struct told told[ROOM];
 static uint64_t count;

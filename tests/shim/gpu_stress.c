@@ -18,6 +18,7 @@ enum { PAIRS = 4, CALLS = 20000, ALL_REDUCE = 300, GROUP_START = 340, GROUP_END 
 static struct seg_header header;
 static struct seg_process process = {.header = &header};
 struct seg_process *seg_proc = &process;
+bool seg_injected; /* of the rest of the shim */
 
 static _Atomic uint64_t told[16];
 
