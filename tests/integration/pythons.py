@@ -24,7 +24,7 @@ TARGET = ROOT / "tests/targets/waitsites.py"
 ROOTS = ROOT / "build/roots"
 # The pid stays the same, and the mount goes with the process. A segment says when its process began: that takes /proc.
 ENTER = 'mount -t proc proc "$0/proc" && exec chroot "$0" "$@"'
-NEEDED = [*TARGET.parent.glob("*.py"), *SIM_LIB.glob("*.so*"), SHIM]
+NEEDED = [*TARGET.parent.glob("*.py"), *SIM_LIB.glob("*.so*"), *(ROOT / "build/targets/border").glob("*/*.so"), SHIM]
 
 
 def interpreters() -> list[str]:

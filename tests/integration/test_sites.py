@@ -128,7 +128,7 @@ def test_a_c_extension_between_two_python_lines(python: str, how: str) -> None:
         caller = functions[1] if functions[0] == "called_back" else "outer"
         assert between(stack, functions[0], caller) == whole, stack
         (file,) = {frame["file"] for frame in stack if (frame["function"] or "").startswith("border_")}
-        assert file == str(folder / "border.abi3.so")
+        assert file.endswith(str(folder / "border.abi3.so"))  # below the root of a chroot, as seen from here
         # What is further out than the missing frames is not known.
         if functions[:2] == ["called_back", "twice"]:
             assert between(stack, "twice", "outer") == (whole if how != "bare" else [])
