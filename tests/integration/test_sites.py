@@ -119,6 +119,10 @@ def test_a_c_extension_between_two_python_lines(python: str, how: str) -> None:
     assert found == truth["sites"] and sum(found.values()) == 4 * 50
     stacks = [call["stack"] for stall in report["stalls"] for call in stall["longest"]]
     assert len(stacks) >= 4  # an instruction that the interpreter specialises may become another one of its line
+    if minor(python) >= 14:  # its evaluator has no name of its own: frames of C behind the first one are not known
+        natives = [frame["function"] for stack in stacks for frame in stack if frame["kind"] == "native"]
+        assert natives.count("[truncated]") == len(stacks) and not {"border_inner", "border_outer"} & set(natives)
+        return
     whole = ["border_inner", "border_outer"] if how != "bare" else ["border_inner", "[truncated]"]
     for stack in stacks:
         functions = [frame["function"] for frame in stack if frame["kind"] == "python"]

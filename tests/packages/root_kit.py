@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOTS = ROOT / "build" / "roots"
+ROOTS = ROOT / "build" / "package-roots"  # others than those of test-pythons: they hold other packages
 PACKAGES = "python3,python3-venv,ca-certificates"
 SECONDS = 900
 LIMITS = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]

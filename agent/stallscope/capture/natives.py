@@ -7,6 +7,7 @@ functions are left out. Where the machine's frames end early, or don't agree wit
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -108,6 +109,10 @@ def _key(files: Sequence[int], frame: NativeFrame) -> tuple[int, ...] | None:
 
 def _woven(shown: list[_Shown], is_whole: bool, frames: list[Row], entries: list[int], cut: bool) -> list[Row]:
     """Machine frames by evaluator, put before the group of Python frames that each evaluator runs."""
+    if not any(frame.is_evaluator for frame in shown):
+        # It may have no name of its own (3.14): what lies behind the interpreter's first frame is of any Python frame.
+        inside = {frame.file for frame in shown if (frame.function or "").startswith(("Py", "_Py"))}
+        shown, is_whole = list(itertools.takewhile(lambda frame: frame.file not in inside, shown)), False
     parts: list[list[_Shown]] = [[]]
     for frame in shown:
         if frame.is_evaluator:
