@@ -51,7 +51,8 @@ def command(python: str) -> list[str]:
     for file in NEEDED:
         there = root / file.relative_to("/")
         there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, there)
+        shutil.copy(file, there.with_suffix(".new"))
+        os.replace(there.with_suffix(".new"), there)  # another program may have the old one mapped
     return ["unshare", "--mount", "sh", "-c", ENTER, str(root), f"/{Path(python).relative_to(root)}"]
 
 
