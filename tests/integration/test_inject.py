@@ -87,7 +87,7 @@ def test_counts_are_exact() -> None:
 
 def test_children_have_it_too() -> None:
     """Forked while attached: each by its own memory, if it lives for a second; the one that execs has it no more."""
-    with Program([TARGETS / "forker", "3", "8000000", "100"]) as program:
+    with Program([TARGETS / "forker", "3", "40000000", "100"]) as program:
         program.wait_for("ready")
         with Tracer([program.pid], "--method", "inject").attached() as tracer:
             program.say()
