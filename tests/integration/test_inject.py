@@ -327,21 +327,24 @@ def test_a_seccomp_filter_is_not_tried() -> None:
     assert done.returncode == 1 and "it has a seccomp filter (Seccomp: 2" in done.stderr
 
 
-def test_another_root_is_not_tried(tmp_path: Path) -> None:
-    """As in a container: the library's path leads elsewhere there."""
-    source, static = tmp_path / "rest.c", tmp_path / "rest"
+@pytest.fixture
+def static(tmp_path: Path) -> Path:
+    """A static program that rests."""
+    source, program = tmp_path / "rest.c", tmp_path / "rest"
     source.write_text('#include <unistd.h>\nint main(void) { write(1, "ready\\n", 6); pause(); return 0; }\n')
-    subprocess.run(["gcc", "-static", "-o", static, source], check=True)
+    subprocess.run(["gcc", "-static", "-o", program, source], check=True)
+    return program
+
+
+def test_another_root_is_not_tried(static: Path, tmp_path: Path) -> None:
+    """As in a container: the library's path leads elsewhere there."""
     with Program(["chroot", tmp_path, "/rest"]) as program:
         program.wait_for("ready")
         done = attach(program.pid)
     assert done.returncode == 1 and "it has other mounts or another root" in done.stderr
 
 
-def test_a_static_program_is_not_tried(tmp_path: Path) -> None:
-    source, static = tmp_path / "rest.c", tmp_path / "rest"
-    source.write_text('#include <unistd.h>\nint main(void) { write(1, "ready\\n", 6); pause(); return 0; }\n')
-    subprocess.run(["gcc", "-static", "-o", static, source], check=True)
+def test_a_static_program_is_not_tried(static: Path) -> None:
     with Program([static]) as program:
         program.wait_for("ready")
         done = attach(program.pid)

@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 from stallscope.cli.arguments import DEFAULT_ONE_IN, pid_number, rate, seconds
 from stallscope.cli.attachway import Way, choose
 from stallscope.cli.caller import Caller, caller
-from stallscope.cli.capturing import LONG_NS, Aggregator, Parts, allow_files, hello, open_record, parts_of_capture
-from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, StallscopeError
+from stallscope.cli.capturing import (
+    LONG_NS,
+    Aggregator,
+    Parts,
+    allow_files,
+    hello,
+    open_record,
+    parts_of_capture,
+    to_the_end,
+)
+from stallscope.errors import ArgumentProblem, StallscopeError
 from stallscope.wire.frames import Kind
 
 if TYPE_CHECKING:
@@ -93,22 +102,7 @@ class Attach:
         aggregator = Aggregator(self.who, record_fd, self.args.json)
         if record_fd is not None:
             os.close(record_fd)
-        try:
-            problem = self._capture(aggregator)
-        except BaseException as error:
-            aggregator.give_up(has_begun=self._attached)
-            if isinstance(error, OSError):
-                raise CaptureProblem(
-                    "the capture ended early", why=str(error), hint="what it saw before is reported; run it again"
-                ) from error
-            raise
-        code = aggregator.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # The interpreter's end gives handled signals their default back: a late Ctrl-C would hide the exit code.
-            signal.signal(number, signal.SIG_IGN)
-        if problem is not None:
-            raise problem
-        return code if code in (ExitCode.OK, ExitCode.NOTHING_CAPTURED) else ExitCode.FAILED
+        return to_the_end(aggregator, self._capture, lambda: self._attached)
 
     def _capture(self, aggregator: Aggregator) -> StallscopeError | None:
         with parts_of_capture(aggregator, self.who, self._nvml) as parts:

@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stallscope import __version__
 from stallscope.cli.caller import Caller
-from stallscope.errors import CaptureProblem
+from stallscope.errors import CaptureProblem, ExitCode, StallscopeError
 from stallscope.wire.frames import Kind
 from stallscope.wire.hook_table import HOOKS
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from stallscope.capture.shims import Shims
     from stallscope.capture.shimsession import ShimSession
 
-__all__ = ["LONG_NS", "Aggregator", "Parts", "allow_files", "hello", "open_record", "parts_of_capture"]
+__all__ = ["LONG_NS", "Aggregator", "Parts", "allow_files", "hello", "open_record", "parts_of_capture",
+           "to_the_end"]  # fmt: skip
 
 LONG_NS = 200_000  # waits from this duration on are always recorded
 
@@ -193,3 +194,25 @@ def hello(
         "hooks": [[h.id, h.library, h.name, h.kind, h.time_id >= 0] for h in HOOKS],
         "limits": {"processes": 127, "threads": 4096, "communicators": 4096},
     }
+
+
+def to_the_end(
+    aggregator: Aggregator, capture: Callable[[Aggregator], StallscopeError | None], has_begun: Callable[[], bool]
+) -> int:
+    """Capture, then wait for the report. The exit code; raises what `capture` returns or raises."""
+    try:
+        problem = capture(aggregator)
+    except BaseException as error:
+        aggregator.give_up(has_begun=has_begun())
+        if isinstance(error, OSError):
+            raise CaptureProblem(
+                "the capture ended early", why=str(error), hint="what it saw before is reported; run it again"
+            ) from error
+        raise
+    code = aggregator.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # The interpreter's end gives handled signals their default back: a late Ctrl-C would hide the exit code.
+        signal.signal(number, signal.SIG_IGN)
+    if problem is not None:
+        raise problem
+    return code if code in (ExitCode.OK, ExitCode.NOTHING_CAPTURED) else ExitCode.FAILED

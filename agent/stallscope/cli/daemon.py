@@ -7,22 +7,19 @@ parser and aggregator are started apart, each by its role.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import pwd
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stallscope.cli.caller import Caller, caller
 from stallscope.control.daemon_config import Config, read_config
-from stallscope.control.server import listen
+from stallscope.control.server import listening
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode
 
 if TYPE_CHECKING:
-    import socket
+    pass
 
 __all__ = ["add_parser", "run"]
 
@@ -82,24 +79,13 @@ def _own_user() -> Caller:
     return who
 
 
-@contextlib.contextmanager
-def _socket_at(path: Path) -> Iterator[socket.socket]:
-    listener = listen(path)
-    try:
-        yield listener
-    finally:
-        listener.close()
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
 def _aggregate(config: Config) -> int:
     """The aggregator as a unit of its own."""
     from stallscope.cli.node_aggregator import MEMORY_LIMIT_BYTES, NodeAggregator, prepared, serve_node
     from stallscope.wire.privdrop import drop_privileges
 
     who, users = _own_user(), _capture_users(config)
-    with _socket_at(config.places.frames) as frames, _socket_at(config.places.aggregate) as ctl:
+    with listening(config.places.frames) as frames, listening(config.places.aggregate) as ctl:
         parts = prepared(config)
         drop_privileges(who.uid, who.gid, memory=MEMORY_LIMIT_BYTES)
         node = NodeAggregator(config, *parts, listener=frames, capture_users=users)
@@ -117,7 +103,7 @@ def _parse(config: Config) -> int:
     """The parser as a unit of its own."""
     _own_user()
     users = sorted(_capture_users(config))
-    with _socket_at(config.places.parser) as listener:
+    with listening(config.places.parser) as listener:
         os.set_inheritable(listener.fileno(), True)
         words = [str(listener.fileno()), *map(str, users)]
         # Another image: what parses a target's bytes holds nothing of the command line's modules.

@@ -11,13 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stallscope.cli.caller import Caller
 from stallscope.cli.capturing import LONG_NS, allow_files, hello
 from stallscope.control.daemon_config import Config, read_config
-from stallscope.control.server import ControlServer, listen, peer_of
+from stallscope.control.server import ControlServer, listening, peer_of
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, PermissionProblem, StallscopeError
 from stallscope.wire.frames import Kind
 
@@ -147,27 +146,17 @@ class Node:
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         allow_files()
         with contextlib.ExitStack() as stack:
-            own = stack.enter_context(self._listener(self._config.places.capture))
+            own = stack.enter_context(listening(self._config.places.capture))
             self._server = ControlServer(own, {self._who.uid}, self._answer)
             stack.callback(self._server.close)
             self._reader = self._make_reader(stack)
             self._capture(stack)
         return ExitCode.OK
 
-    @contextlib.contextmanager
-    def _listener(self, path: Any) -> Iterator[socket.socket]:
-        sock = listen(path)
-        try:
-            yield sock
-        finally:
-            sock.close()
-            with contextlib.suppress(OSError):
-                path.unlink()
-
     def _make_reader(self, stack: contextlib.ExitStack) -> Spawned | Connected:
         if not self._with_parts:
             return Connected(self._config)
-        ctl = stack.enter_context(self._listener(self._config.places.aggregate))
+        ctl = stack.enter_context(listening(self._config.places.aggregate))
         self._make_folder(self._config)
         return Spawned(self._config, self._who, ctl)
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from stallscope.cli.arguments import rate, seconds
 from stallscope.cli.caller import Caller, caller
-from stallscope.cli.capturing import LONG_NS, Aggregator, Parts, allow_files, hello, open_record, parts_of_capture
+from stallscope.cli.capturing import (
+    LONG_NS,
+    Aggregator,
+    Parts,
+    allow_files,
+    hello,
+    open_record,
+    parts_of_capture,
+    to_the_end,
+)
 from stallscope.cli.sidecar_config import MODES, SidecarConfig, settled
 from stallscope.errors import ArgumentProblem, CaptureProblem, ExitCode, PermissionProblem, StallscopeError
 from stallscope.paths import SHIM
@@ -131,19 +140,7 @@ class Sidecar:
         aggregator = Aggregator(self.who, record_fd, self.config.json, report=self.config.report)
         if record_fd is not None:
             os.close(record_fd)
-        try:
-            problem = self._capture(aggregator)
-        except BaseException as error:
-            aggregator.give_up(has_begun=self._begun)
-            if isinstance(error, OSError):
-                raise CaptureProblem(
-                    "the capture ended early", why=str(error), hint="what it saw before is reported; run it again"
-                ) from error
-            raise
-        code = aggregator.wait()
-        if problem is not None:
-            raise problem
-        return code if code in (ExitCode.OK, ExitCode.NOTHING_CAPTURED) else ExitCode.FAILED
+        return to_the_end(aggregator, self._capture, lambda: self._begun)
 
     def _capture(self, aggregator: Aggregator) -> StallscopeError | None:
         with parts_of_capture(aggregator, self.who) as parts:

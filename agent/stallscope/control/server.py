@@ -13,13 +13,13 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stallscope.errors import ArgumentProblem, CaptureProblem, PermissionProblem, StallscopeError
 
-__all__ = ["ControlServer", "listen", "peer_of"]
+__all__ = ["ControlServer", "listen", "listening", "peer_of"]
 
 MAX_CONNECTIONS, MAX_REFUSED = 8, 4
 MAX_REQUEST_BYTES = 16 << 10
@@ -34,6 +34,18 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     """(pid, uid) of who connected, as the kernel noted it then."""
     pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
+
+
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """A socket as `listen` makes it, closed and removed at the end. Raises CaptureProblem."""
+    sock = listen(path)
+    try:
+        yield sock
+    finally:
+        sock.close()
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def listen(path: Path, *, mode: int = 0o666) -> socket.socket:
